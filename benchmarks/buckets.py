@@ -130,7 +130,7 @@ def _count_commands(workdir: AnyPath, text: Path, count: Count) -> None:
     """Count the requests of `difftx train` on a text, and of the same command when it resumes."""
 
     def train(**changes: object) -> None:
-        done = commands().run(command(text, workdir, logging__tensorboard=False, eval__every_steps=1000, **changes))
+        done = commands().run(command(text, workdir, logging__trackers=(), eval__every_steps=1000, **changes))
         assert done.returncode == 0, done.stdout + done.stderr
 
     count("difftx train, 4 steps, 4 rows, 1 save", lambda: train(train__steps=4))

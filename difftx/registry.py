@@ -1,7 +1,7 @@
 """Registries of named implementations, and the user files (extensions) that add entries to them.
 
-Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules, readers and synthetic
-tasks. docs/extend.md shows how to add to each of them.
+Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules, readers, trackers and
+synthetic tasks. docs/extend.md shows how to add to each of them.
 """
 
 import ast

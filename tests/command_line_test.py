@@ -21,7 +21,7 @@ ACCEPTED = [
     ["--config.model.remat", "full"],
     ["--config.optimizer.final_learning_rate", "1e-5"],
     ["--config.data.verify"],
-    ["--noconfig.logging.tensorboard"],
+    ["--noconfig.data.verify"],
     ["--config.data.verify=true"],
     ["--config.eval.suites=('loss','recall')"],
     ["--config.eval.needle.depths=(0.0, 1.0)"],

@@ -15,7 +15,7 @@ from difftx.errors import UserError
 def train(folder, name, *, cache_home, **fields):
     """Train a run in `folder`, and return its losses."""
     # Little more than the step is compiled.
-    flags = TINY | {"model.num_layers": "1", "eval.suites": "", "logging.tensorboard": "false"}
+    flags = TINY | {"model.num_layers": "1", "eval.suites": "", "logging.trackers": ""}
     flags |= {"data.path": write_text(folder / "text.txt"), "train.compilation_cache": "auto"} | fields
     variables = {"XDG_CACHE_HOME": str(cache_home), "JAX_LOG_COMPILES": "1"}
     environment = {k: v for k, v in child_environment(1).items() if "CACHE" not in k} | variables

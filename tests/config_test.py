@@ -200,7 +200,7 @@ def test_a_recipe_by_size_explains_what_a_size_is(argument, fix):
         ("model.num_heads", "3", ["model.num_heads=3", "d_model=128", "use 2"]),
         ("model.num_layers", "2.5", ["model.num_layers", "'2.5'", "an integer"]),
         ("model.remat", "ful", ["model.remat", "'ful'", "Did you mean 'full'"]),
-        ("logging.tensorboard", "yes", ["logging.tensorboard", "true or false"]),
+        ("data.verify", "yes", ["data.verify", "true or false"]),
         ("optimizer.final_learning_rate", "1", ["optimizer.final_learning_rate=1.0", "learning_rate=0.004, the peak"]),
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),

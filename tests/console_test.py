@@ -87,7 +87,7 @@ def test_training_without_a_console_saves_at_sighup_and_resumes(text_file, tmp_p
     (saved,) = (workdir / "checkpoints").iterdir()
     reader, writer = os.pipe()
     os.close(reader)
-    command += ["--config.logging.tensorboard=false"]  # Resuming prints "True → False".
+    command += ["--config.logging.trackers=()"]  # Resuming prints "('tensorboard',) → ()".
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"PYTHONIOENCODING": "ascii"}, stdout=writer, stderr=subprocess.PIPE
     )

@@ -20,7 +20,7 @@ SHORT = {
     "eval.every_steps": "4",
     "eval.loss_tokens": "4096",
     "logging.every_steps": "1",
-    "logging.tensorboard": "false",
+    "logging.trackers": "",
 }
 FIELDS = {  # Recipe of a command → fields of the config.
     "quickstart": TINY | SHORT | {"data.path": "text.txt", "data.sequence_length": LENGTH, "model.num_heads": "4"},

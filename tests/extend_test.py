@@ -25,7 +25,7 @@ from difftx.files import source_files
 
 FILES = named_files("extend.md")
 COMMANDS = page_commands("extend.md")
-SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.tensorboard": "false"}
+SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.trackers": ""}
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def flags(line, name):
 
 def test_the_page_has_the_expected_files_and_commands():
     variants = ["token_lambda.py", "tda.py", "shared_diff.py"]
-    assert list(FILES) == [*variants, "confident.py", "counting.py", "lion.py", "csv_reader.py"]
-    assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 5, 1, 3, 1]
+    assert list(FILES) == [*variants, "confident.py", "counting.py", "lion.py", "csv_reader.py", "printed.py"]
+    assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 5, 1, 3, 1, 1]
     assert len(re.findall(r'^ *[^\s#"]', FILES["token_lambda.py"], re.MULTILINE)) <= 15  # Without docstrings.
 
 
@@ -557,3 +557,13 @@ def test_a_users_file_imports_from_the_current_folder(tmp_path, folder, options,
     ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode == 0, "No module named 'helper'" in ended.stderr) == (is_found, not is_found)
     assert (ended.stdout.strip() == str(here)) == stays
+
+
+@pytest.mark.long
+def test_a_tracker_gets_the_numbers_of_the_run(page_folder):
+    (train,) = COMMANDS[7]
+    tracker = flags(train, "config.logging.trackers")
+    run(page_folder, train, tracker, "--config.logging.every_steps=1")
+    rows = [json.loads(line) for line in (page_folder / "runs/printed/metrics.jsonl").read_text().splitlines()]
+    losses = [f"{row['step']} train/loss {row['loss']}" for row in rows if row["split"] == "train"]
+    assert (page_folder / "runs/printed/printed.txt").read_text().splitlines() == losses

@@ -94,7 +94,7 @@ def test_prepare_and_sweep_run(run, tmp_path):
     text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "sweep"
     store = f"--out={tmp_path / 'store'}"
     run("-m", "difftx", "prepare", f"--input={text}", "--tokenizer=bytes", store, "--workers=2")
-    fields = TINY | {"data.path": str(tmp_path / "store"), "eval.suites": "", "logging.tensorboard": "false"}
+    fields = TINY | {"data.path": str(tmp_path / "store"), "eval.suites": "", "logging.trackers": ""}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     run("-m", "difftx", "sweep", "--config=quickstart:diff", "--grid", "seed=0", f"--out={workdir}", *flags)
     assert json.loads((workdir / "sweep.json").read_text())["runs"][0]["state"] == "done"

@@ -25,7 +25,7 @@ FIELDS = TINY | {
     "mesh.fsdp": "8",
     "eval.loss_tokens": "600",
     "logging.every_steps": "1",
-    "logging.tensorboard": "false",
+    "logging.trackers": "",
 }
 NOT_OF_THE_MODEL = {"tokens_per_second", "step_seconds", "data_wait_seconds"}
 

@@ -10,7 +10,7 @@ from helpers.pages import blocks, page_commands, run_command
 pytest.importorskip("tokenizers", reason="make test-long installs the extra tokenizers")
 
 COMMANDS = [line for lines in page_commands("tokenizers.md") for line in lines]
-SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.tensorboard": "false"}
+SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.trackers": ""}
 SHORT |= {"data.sequence_length": "64", "train.global_batch_tokens": "512"}
 
 

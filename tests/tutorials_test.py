@@ -13,7 +13,7 @@ from helpers.pages import DOCS, blocks, named_files, page_commands, run_command
 SHORT = TINY | {
     "eval.loss_tokens": "256",
     "eval.sample_tokens": "4",
-    "logging.tensorboard": "false",
+    "logging.trackers": "",
     "logging.every_steps": "1",
     "data.path": "text.txt",
 }
@@ -23,6 +23,7 @@ EXECUTED = {  # Page → number of commands in its bash blocks.
     "concepts/differential-attention.md": 1,
     "tutorials/own-text.md": 11,
     "tutorials/huggingface.md": 6,
+    "tutorials/chat.md": 7,
     "tutorials/compare.md": 9,
     "tutorials/report.md": 1,
     "tutorials/pod.md": 5,
@@ -119,6 +120,25 @@ def test_the_commands_of_huggingface_import_train_and_export(page_folder):
     run(page_folder, export)
     assert json.loads((page_folder / "llama-hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert (page_folder / "llama-hf" / "tokenizer.json").read_text()
+
+
+@pytest.mark.long
+def test_the_commands_of_chat_lead_from_a_file_to_a_conversation(page_folder):
+    pytest.importorskip("tokenizers", reason="make test-long installs the extra tokenizers")
+    train_tokenizer, prepare, train, prepare_chats, show, train_chats, chat = lines_of("tutorials/chat.md")
+    (template,), (example,) = (blocks("tutorials/chat.md", kind) for kind in ("jinja", "json"))
+    run(page_folder, train_tokenizer)
+    (page_folder / "tokenizer" / "chat_template.jinja").write_text(template.removesuffix("\n"))
+    (page_folder / "chats.jsonl").write_text("".join(example.replace("2", str(i)) for i in range(200)))
+    small = {"data.sequence_length": "64", "train.global_batch_tokens": "512"}
+    for line in (prepare, prepare_chats):
+        run(page_folder, line)
+    assert "And 3+3?" in run(page_folder, show)
+    for line in (train, train_chats):
+        run_command(page_folder, line, fields=SHORT | small)
+    assert len(losses(page_folder / "runs" / "chat")) == 6
+    said = run_command(page_folder, chat, typed="2+3\n/tokens 5\n3+3\n").splitlines()
+    assert said[0] == "A conversation; /help lists the commands"
 
 
 @pytest.mark.long

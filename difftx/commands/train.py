@@ -99,29 +99,25 @@ def train(
 
 
 def check_extras(config: "Config") -> None:
-    """Raise `UserError` if there is no suite of a name in `eval.suites`, or if a module for the training is missing."""
-    from difftx.errors import UserError, require_extra
+    """Raise `UserError` if a suite or tracker of the config does not exist, or if its package is missing."""
     from difftx.evals import check_suites
+    from difftx.training.trackers import check_trackers
 
     check_suites(config.eval.suites)
-    if (project := config.logging.wandb_project) is not None:
-        try:
-            require_extra("wandb", "wandb")
-        except UserError as error:
-            raise UserError(f"logging.wandb_project={project!r}: {error}; or set it to none") from error
+    check_trackers(config.logging.trackers, installed_only=True)
 
 
 def check_run(run: "Run") -> None:
-    """Raise `UserError` in every process if a suite, the exports or W&B cannot work, or if their files differ."""
+    """Raise `UserError` in every process if a suite, the exports or the trackers cannot work, or files differ."""
     from difftx.evals import run as evals
     from difftx.interop import exports
     from difftx.parallel.multihost import agree, is_primary
-    from difftx.training.trackers import check_wandb
+    from difftx.training.trackers import check_trackers
 
-    suites, project = run.config.eval.suites, run.config.logging.wandb_project
+    suites, trackers = run.config.eval.suites, run.config.logging.trackers
     agree(
         "the checks",
-        lambda: (exports.check_run(run), evals.check_run(run, suites), is_primary() and check_wandb(project)),
+        lambda: (exports.check_run(run), evals.check_run(run, suites), is_primary() and check_trackers(trackers)),
         lambda _: evals.settings_sha256_by_suite(run, suites),
         run.config.multihost.barrier_timeout_seconds,
     )

@@ -51,7 +51,7 @@ SYNONYMS = {
     "checkpoint.init_from": "load_parameters_path initialize_from resume_from_checkpoint",
     "eval.every_steps": "eval_steps eval_interval steps_per_eval",
     "logging.every_steps": "logging_steps log_interval log_period log_freq",
-    "logging.wandb_project": "report_to wandb enable_wandb wandb_log",
+    "logging.trackers": "report_to wandb enable_wandb wandb_log wandb_project tensorboard mlflow trackio",
 }
 
 

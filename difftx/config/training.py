@@ -253,10 +253,10 @@ class LoggingConfig(Group):
 
     every_steps: affects.Nothing[Positive[int]] = 10
     """Number of steps between rows of `metrics.jsonl`."""
-    tensorboard: affects.Nothing[bool] = True
-    """Whether to write TensorBoard's event files to `<workdir>/tensorboard`."""
-    wandb_project: affects.Nothing[str | None] = None
-    """Weights & Biases project that also receives the metrics (requires the extra "wandb"). None: no project."""
+    trackers: affects.Nothing[Unique[tuple[str, ...]]] = ("tensorboard",)
+    """Further destinations of the metrics: tensorboard (event files in `<workdir>/tensorboard`), wandb:PROJECT (Weights
+    & Biases), trackio:PROJECT or mlflow:EXPERIMENT. Each of the last three requires the extra of its name. Without a
+    name, the project is "difftx"."""
     profile_steps: affects.Nothing[tuple[int, ...]] = ()
     """First step and number of steps, such as (10, 3), of which process 0 writes a trace to `<workdir>/profile`, for
     xprof and Perfetto. Empty: no trace."""

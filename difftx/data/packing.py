@@ -69,8 +69,8 @@ class PackedRows:
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
         self.threads = store.threads
         self._offsets = store.offsets.view(np.int64)  # As int64, because a sum of uint64 and int64 is a float.
-        # Position in the store of the first token after each document's prompt.
-        self._responses = None if store.prompts is None else self._offsets[:-1] + store.prompts.view(np.int64)
+        # Positions in the store at which tokens begin to count in the loss, and at which they end to, in turn.
+        self._edges = None if store.counted is None else store.counted.ravel().view(np.int64)
         self._index = None if packing == "concat" else cached_best_fit(self._offsets, sequence_length, Path(cache_path))
 
     def __len__(self) -> int:
@@ -123,11 +123,9 @@ class PackedRows:
 
     def _counted(self, start: int, stop: int) -> np.ndarray:
         """Return the loss mask of tokens `start` to `stop - 1` of the store: 0 for prompt tokens, else 1."""
-        if self._responses is None:
+        if self._edges is None:
             return np.ones(stop - start, np.float32)
-        positions = np.arange(start, stop)
-        documents = self._offsets.searchsorted(positions, side="right") - 1
-        return (positions >= self._responses[documents]).astype(np.float32)
+        return (self._edges.searchsorted(np.arange(start, stop), side="right") % 2).astype(np.float32)
 
 
 def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:

@@ -2,9 +2,9 @@
 
 A shard consists of `NNNNN.tokens` (little-endian uint16 or uint32) and `NNNNN.offsets` (uint64, the start of each
 document in the shard and the end of the last one). If the input has ids or prompts, a shard also has `NNNNN.ids` (one
-JSON string per line) and `NNNNN.prompts` (uint64, the number of prompt tokens in each document). `NNNNN.blocks` has the
-hashes with which a reader of a bucket verifies parts of `NNNNN.tokens` (blocks.py). `meta.json` is written last, so a
-folder without it is not a finished store.
+JSON string per line) and `NNNNN.counted` (uint64, start and stop of each range of tokens that count in the loss).
+`NNNNN.blocks` has the hashes with which a reader of a bucket verifies parts of `NNNNN.tokens` (blocks.py). `meta.json`
+is written last, so a folder without it is not a finished store.
 """
 
 import bisect
@@ -38,15 +38,15 @@ class TokenStore:
     """Concatenated tokenised documents as uint16 or uint32. The end-of-text token follows each document."""
 
     offsets: np.ndarray  # Start of each document among all tokens, then the end of the last, uint64 `[documents + 1]`.
-    prompts: np.ndarray | None  # Number of prompt tokens in each document, uint64 `[documents]`.
+    counted: np.ndarray | None  # Ascending ranges of tokens that count in the loss, uint64 `[ranges, 2]`. None: all.
     threads: int = 1  # Number of threads that should read at a time.
 
     def __init__(
-        self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None, *, name: str = "memory"
+        self, tokens: np.ndarray, offsets: np.ndarray, counted: np.ndarray | None = None, *, name: str = "memory"
     ):
         self.name, self.dtype = name, tokens.dtype
         self.fingerprint = hashlib.sha256(tokens).hexdigest()
-        self._tokens, self.offsets, self.prompts = tokens, offsets, prompts
+        self._tokens, self.offsets, self.counted = tokens, offsets, counted
 
     @property
     def unsampled(self) -> "TokenStore":
@@ -66,20 +66,20 @@ class ShardedStore(TokenStore):
     """One split of a store on disk.
 
     Tokens are not memory-mapped: if a disk fails, a read raises an error that names the file, whereas access to mapped
-    memory would end the process by SIGBUS. Offsets and prompts are read and checked at the first access.
+    memory would end the process by SIGBUS. Offsets and ranges are read and checked at the first access.
     """
 
     def __init__(self, folder: AnyPath, meta: dict[str, Any], split: str):
         """Take the shards from `meta`, the content of `meta.json`. No other file is read yet."""
         shards = meta["splits"][split]["shards"]
         self.name, self.dtype = str(folder / split), np.dtype(meta["dtype"])
-        kinds = [kind for kind in ("tokens", "offsets", "prompts") if kind in shards[0]["sha256"]]
+        kinds = [kind for kind in ("tokens", "offsets", "counted") if kind in shards[0]["sha256"]]
         content = [self.dtype.name, [[shard["sha256"][kind] for kind in kinds] for shard in shards]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         self._starts = list(itertools.accumulate((shard["tokens"] for shard in shards), initial=0))
         self._files = [shard_file(folder, split, i, "tokens") for i in range(len(shards))]
         self._hashes = [shard["sha256"]["tokens"] for shard in shards]
-        self._has_prompts = "prompts" in kinds
+        self._has_counted = "counted" in kinds
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -96,13 +96,14 @@ class ShardedStore(TokenStore):
         return np.concatenate([*parts, np.array([len(self)], np.uint64)])
 
     @functools.cached_property
-    def prompts(self) -> np.ndarray | None:  # pyrefly: ignore[bad-override]
-        if not self._has_prompts:
+    def counted(self) -> np.ndarray | None:  # pyrefly: ignore[bad-override]
+        if not self._has_counted:
             return None
-        prompts = np.concatenate(list(self._arrays("prompts")))
-        if len(prompts) != len(self.offsets) - 1 or (prompts > np.diff(self.offsets)).any():
-            raise UserError(f"{self.name}: a prompt is longer than its document; {RESTORE}")
-        return prompts
+        shards = zip(self._arrays("counted"), self._starts[:-1], strict=True)
+        counted = np.concatenate([part + np.uint64(start) for part, start in shards])
+        if len(counted) % 2 or (counted[1:] < counted[:-1]).any() or counted.max(initial=0) > len(self):
+            raise UserError(f"{self.name}: the ranges that count in the loss do not rise; {RESTORE}")
+        return counted.reshape(-1, 2)
 
     def _arrays(self, kind: str) -> Iterator[np.ndarray]:
         """Yield the content of each shard's file of one kind, uint64."""
@@ -197,9 +198,9 @@ class UpsampledStore(TokenStore):
         documents = np.concatenate([np.flatnonzero(uses > times) for times in range(int(uses.max(initial=1)))])
         self.name, self.dtype, self._store, self._sources = store.name, store.dtype, store, offsets[documents]
         self.threads = store.threads
-        self.prompts = None if store.prompts is None else store.prompts[documents]
         self._ends = np.concatenate([[0], np.cumsum(lengths[documents])])
         self.offsets = self._ends.view(np.uint64)
+        self.counted = None if store.counted is None else self._moved(store.counted, store.offsets, documents)
         self.fingerprint = self.fingerprint_of(store, longer_than_tokens, share)
         after = int((lengths * uses)[is_long].sum())
         self.report = (
@@ -207,6 +208,15 @@ class UpsampledStore(TokenStore):
             f"{long_total / total:.1%} → {after / len(self):.1%} of the tokens; "
             f"used {rates[True]:.2f} times per epoch, the others {rates[False]:.2f} times"
         )
+
+    def _moved(self, counted: np.ndarray, offsets: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        """Return the ranges `counted` of the chosen documents, at their new places."""
+        firsts = counted[:, 0].searchsorted(offsets)  # Index of each document's first range.
+        ranges = np.diff(firsts)[documents]
+        before = np.cumsum(ranges) - ranges
+        chosen = np.arange(ranges.sum()) + np.repeat(firsts[documents] - before, ranges)
+        moves = self.offsets[:-1] - offsets[documents]  # Unsigned numbers that wrap around.
+        return counted[chosen] + np.repeat(moves, ranges)[:, None]
 
     @staticmethod
     def fingerprint_of(store: TokenStore, longer_than_tokens: int, share: float) -> str:
@@ -299,7 +309,7 @@ def file_problems(folder: AnyPath, meta: dict[str, Any], split: str, *, content:
     listed = objects.describe_below(folder / split) if is_bucket(folder) else {}
     for index, shard in enumerate(meta["splits"][split]["shards"]):
         documents, tokens = shard["documents"], shard["tokens"] * itemsize
-        sizes = {"tokens": tokens, "offsets": (documents + 1) * 8, "prompts": documents * 8}
+        sizes = {"tokens": tokens, "offsets": (documents + 1) * 8}
         sizes["blocks"] = block_count(tokens) * 8
         for kind, expected in shard["sha256"].items():
             file = shard_file(folder, split, index, kind)

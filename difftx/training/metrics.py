@@ -1,4 +1,4 @@
-"""Metrics of a run in metrics.jsonl, TensorBoard and Weights & Biases."""
+"""Metrics of a run in metrics.jsonl and in trackers."""
 
 import contextlib
 import errno
@@ -6,9 +6,8 @@ import json
 import math
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -18,7 +17,7 @@ from difftx.errors import RunError
 from difftx.files import UNLOCKED, Owner
 from difftx.json_files import JsonLines, parse_json_lines
 from difftx.training.lambda_range import LAMBDA_SPLIT
-from difftx.training.trackers import TensorBoard, Trackers, WeightsAndBiases
+from difftx.training.trackers import Attempt, start_trackers
 
 NEWEST_BYTES = 65_536
 LARGEST = sys.float_info.max
@@ -36,7 +35,7 @@ EVENTS = ("rewind", "stop")  # Splits of rows for people, which stay when the ru
 
 
 class MetricsWriter:
-    """A writer of metrics to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
+    """A writer of metrics to metrics.jsonl and to the trackers of `logging.trackers`.
 
     It first deletes the rows of earlier attempts for steps after `start_step`, except `EVENTS`. It does nothing unless
     `enabled`.
@@ -56,33 +55,31 @@ class MetricsWriter:
     ):
         """Rewind the file. `owner` is that of the `Run`, and `folder` has its small files.
 
-        For Weights & Biases, `run_id` is the unique identifier of the run, `address` its absolute path, by default
+        For the trackers, `run_id` is the unique identifier of the run, `address` its absolute path, by default
         `folder`, and `run_config` its fields.
         """
         self.path = folder / "metrics.jsonl"
         self.attempt = 0
         self.events: list[dict[str, Any]] = []  # Rows of `EVENTS` that were in the file at the start.
-        self._owner = owner
+        self._owner, self._is_cut = owner, False
         self._file: BinaryIO | None = None
         if not enabled:
             return
         log = JsonLines(self.path, owner)
         log.rewrite(self._kept(log, start_step))
         self._file = self.path.open("ab", buffering=0)
-        makers: dict[str, Callable[[], Any]] = {}
-        if config.tensorboard:
-            makers["TensorBoard"] = lambda: TensorBoard(folder / "tensorboard", start_step, self.attempt)
-        if project := config.wandb_project:
-            address = address or str(folder.resolve())
-            name = "-".join(PurePosixPath(address).parts[-2:])[-100:]
-            options = {"project": project, "id": f"{run_id}-{self.attempt}", "name": f"{name}-{self.attempt}"}
-            options |= {"group": name, "config": run_config, "settings": {"console": "off", "x_stats_pid": os.getpid()}}
-            # The local folder of a run in a bucket is deleted at the end.
-            options["dir"] = tempfile.gettempdir() if "://" in address else str(folder)
-            earlier = (row for row in metrics_rows(self.path) if row["attempt"] < self.attempt)
-            rows = ((row["step"], _scalars(row)) for row in earlier)
-            makers["Weights & Biases"] = lambda: WeightsAndBiases(options, rows)
-        self._trackers = Trackers(makers)
+        attempt = Attempt(
+            folder=folder,
+            address=address or str(folder.resolve()),
+            run_id=run_id,
+            number=self.attempt,
+            start_step=start_step,
+            config=run_config,
+            is_continuous=not self._is_cut,
+            history=lambda: self._history(start_step),
+            owner=owner,
+        )
+        self._trackers = start_trackers(config.trackers, attempt)
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one row without buffering. The values are numbers, lists of numbers, or texts."""
@@ -118,7 +115,15 @@ class MetricsWriter:
                 self.events.append(row)
             if row is not None and (row["step"] <= start_step or row["split"] in EVENTS):
                 yield row
+            else:
+                self._is_cut = self._is_cut or row is not None
         self.attempt += 1
+
+    def _history(self, start_step: int) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield the rows of earlier attempts up to `start_step`."""
+        for row in metrics_rows(self.path):
+            if row["attempt"] < self.attempt and row["step"] <= start_step:
+                yield row["step"], _scalars(row)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -1,22 +1,30 @@
-"""Copies of a run's metrics in TensorBoard and Weights & Biases. An error of a copy never reaches the training."""
+"""Trackers: copies of a run's metrics in TensorBoard, Weights & Biases, Trackio and MLflow.
+
+An error of a tracker never reaches the training. docs/extend.md shows how to add a tracker.
+"""
 
 import contextlib
-import importlib.util
+import dataclasses
+import functools
 import itertools
 import json
+import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from difftx.errors import RunError, UserError, printable
-from difftx.training.wandb_process import FINISH_SECONDS
+from difftx.errors import RunError, UserError, printable, require_extra
+from difftx.files import Owner, read_file
+from difftx.registry import Registry
+from difftx.training.tracker_process import FINISH_SECONDS
 
 # tensorboardX imports these clients if they are installed, which takes two seconds. difftx uploads the files itself.
 _modules: dict[str, Any] = sys.modules
@@ -29,9 +37,43 @@ finally:
     for _name in _CLIENTS:
         del _modules[_name]
 
-WANDB_PROCESS = [sys.executable, "-P", str(Path(__file__).with_name("wandb_process.py"))]
+PACKAGES = ("wandb", "trackio", "mlflow")  # Trackers whose packages run in a process of their own.
+PROCESS = [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py"))]
+DEFAULT_PROJECT = "difftx"
 FILE_BYTES = 2**20  # Size from which TensorBoard continues in a new event file.
-MAX_WAITING = 100_000  # Largest number of rows in memory that W&B's process has not read.
+MAX_WAITING = 100_000  # Largest number of rows in memory that a tracker's process has not read.
+
+type Row = tuple[int, Mapping[str, float]]  # The step, and the numbers of a row by "split/name".
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """An attempt of a run, for a tracker that starts."""
+
+    folder: Path  # Folder of the run's small files.
+    address: str  # Absolute path of the run, which may be in a bucket.
+    run_id: str | None  # Unique identifier that the run keeps.
+    number: int  # 1 for the first attempt.
+    start_step: int
+    config: Mapping[str, Any] | None
+    is_continuous: bool  # Whether the attempt starts after the last row of the earlier attempts, so that none was cut.
+    history: Callable[[], Iterable[Row]]  # The rows of earlier attempts up to `start_step`.
+    owner: Owner
+
+    @functools.cached_property
+    def series(self) -> int:
+        """The number of the first attempt whose curve this attempt continues, recorded in `trackers.json`.
+
+        Trackers accept a step once, or draw it twice. After rows were cut, a new series begins.
+        """
+        path, found = self.folder / "trackers.json", None
+        if self.is_continuous:
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                found = json.loads(read_file(path) or b"")["series"]
+        if not isinstance(found, int):
+            found = self.number
+            self.owner.write(path, json.dumps({"series": found}) + "\n")
+        return found
 
 
 class Trackers:
@@ -71,11 +113,11 @@ class TensorBoard:
     back. Events are on disk when `log` returns, unlike with tensorboardX's SummaryWriter, so that a kill loses none.
     """
 
-    def __init__(self, folder: Path, start_step: int, attempt: int):
-        self._folder, self._attempt, self._number = folder, attempt, itertools.count()
+    def __init__(self, attempt: Attempt, _: str):
+        self._folder, self._attempt, self._number = attempt.folder / "tensorboard", attempt.number, itertools.count()
         self._open()
         # This event hides the points of earlier files from this step on, because the resumed run writes them again.
-        self._write(step=start_step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        self._write(step=attempt.start_step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._path.stat().st_size > FILE_BYTES:
@@ -99,18 +141,30 @@ class TensorBoard:
         self._file.flush()
 
 
-class WeightsAndBiases:
-    """A run at Weights & Biases. Its package runs in another process, because it changes how a process ends.
+class PackageTracker:
+    """A run in the service or the files of a package. The package runs in another process.
 
-    W&B accepts each step only once, so each attempt is a new run that begins with the rows of earlier attempts.
+    Packages change how a process ends, and may wait for a network. One run has the rows of all attempts of a series.
     """
 
-    def __init__(self, options: Mapping[str, Any], history: Iterable[tuple[int, Mapping[str, float]]]):
-        """Start the process. `options` are those of `wandb.init`, and `history` has the rows of earlier attempts."""
-        self._process = subprocess.Popen(WANDB_PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, attempt: Attempt, project: str, *, package: str):
+        """Start the process, which first gets the rows of earlier attempts, and skips those that the run has."""
+        is_bucket = "://" in attempt.address
+        name = "-".join(PurePosixPath(attempt.address).parts[-2:])[-100:]
+        options = {
+            **_options(package, project, check=False),
+            "id": f"{attempt.run_id}-{attempt.series}",
+            "name": name if attempt.series == 1 else f"{name}-{attempt.series}",
+            "group": name,
+            "config": attempt.config,
+            # The local folder of a run in a bucket is deleted at the end.
+            "dir": tempfile.gettempdir() if is_bucket else str(attempt.folder),
+            "pid": os.getpid(),
+        }
+        self._process = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._rows: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._folder = options["dir"]
-        parts: list[Iterable[Any]] = [[{"check": False, **options}], history, iter(self._rows.get, None), [None]]
+        self._hint = f"; `wandb sync` sends those in {options['dir']}/wandb" if package == "wandb" else ""
+        parts: list[Iterable[Any]] = [[options], attempt.history(), iter(self._rows.get, None), [None]]
         threading.Thread(target=self._send, args=[itertools.chain.from_iterable(parts)], daemon=True).start()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -125,9 +179,7 @@ class WeightsAndBiases:
             self._require_success(self._process.wait(FINISH_SECONDS))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            raise RunError(
-                f"not all numbers were sent within {FINISH_SECONDS} s; `wandb sync` sends those in {self._folder}/wandb"
-            ) from None
+            raise RunError(f"not all numbers were sent within {FINISH_SECONDS} s{self._hint}") from None
 
     def _send(self, lines: Iterable[Any]) -> None:
         assert self._process.stdin is not None
@@ -144,12 +196,46 @@ class WeightsAndBiases:
             raise RunError(self._process.stdout.read().strip() or ended)
 
 
-def check_wandb(project: str | None) -> None:
-    """Raise `UserError` if Weights & Biases has no key on this machine, or if `project` is invalid."""
-    if project is None or importlib.util.find_spec("wandb") is None:  # `check_extras` reports the missing package.
-        return
-    options = json.dumps({"check": True, "project": project}) + "\n"
+# Each entry takes the attempt and the text after ":" in `logging.trackers`, and returns an object for `Trackers`.
+TRACKERS: Registry[Callable[[Attempt, str], Any]] = Registry(
+    "tracker",
+    {"tensorboard": TensorBoard, **{name: functools.partial(PackageTracker, package=name) for name in PACKAGES}},
+)
+
+
+def start_trackers(trackers: Iterable[str], attempt: Attempt) -> Trackers:
+    """Start the entries of `logging.trackers`."""
+    split = {tracker: tracker.partition(":") for tracker in trackers}
+    makers = {tracker: (TRACKERS[name], argument) for tracker, (name, _, argument) in split.items()}
+    return Trackers({tracker: lambda m=make, a=argument: m(attempt, a) for tracker, (make, argument) in makers.items()})
+
+
+def check_trackers(trackers: Iterable[str], *, installed_only: bool = False) -> None:
+    """Raise `UserError` if there is no such tracker, its package is missing, or W&B has no key or an invalid project.
+
+    With `installed_only`, do not start the packages.
+    """
+    for tracker in trackers:
+        name, _, argument = tracker.partition(":")
+        try:
+            TRACKERS.check([name])
+            if name == "tensorboard" and argument:
+                raise UserError("TensorBoard has no projects; write tensorboard")
+            if name in PACKAGES:
+                require_extra(name, name)
+            if name == "wandb" and not installed_only:
+                _check_wandb(argument)
+        except UserError as error:
+            raise UserError(f"logging.trackers={tracker!r}: {error}; or remove this tracker") from error
+
+
+def _check_wandb(project: str) -> None:
+    options = json.dumps(_options("wandb", project, check=True)) + "\n"
     with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(WANDB_PROCESS, input=options, timeout=60, capture_output=True, text=True)
+        done = subprocess.run(PROCESS, input=options, timeout=60, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"logging.wandb_project={project!r}: {done.stdout.strip().rstrip('.')}; or set it to none")
+            raise UserError(done.stdout.strip().rstrip("."))
+
+
+def _options(package: str, project: str, *, check: bool) -> dict[str, Any]:
+    return {"package": package, "project": project or DEFAULT_PROJECT, "check": check}

@@ -4,6 +4,7 @@ python altered.py [--nan=BATCH,BATCH,…] [--mistake=NAME] train.py ARGUMENT…
 """
 
 import argparse
+import dataclasses
 import runpy
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from difftx import errors
 from difftx.data import loader
-from difftx.training import metrics, run
+from difftx.training import metrics, run, trackers
 from difftx.training.checkpoint import checkpointer as checkpoint
 
 
@@ -77,8 +78,12 @@ def keeps_rows_of_lost_steps() -> None:
 
 
 def draws_lost_steps() -> None:
-    start = metrics.TensorBoard
-    mock.patch.object(metrics, "TensorBoard", lambda folder, step, attempt: start(folder, 10**9, attempt)).start()
+    start = trackers.TensorBoard.__init__
+
+    def later(self: trackers.TensorBoard, attempt: trackers.Attempt, argument: str) -> None:
+        start(self, dataclasses.replace(attempt, start_step=10**9), argument)
+
+    mock.patch.object(trackers.TensorBoard, "__init__", later).start()
 
 
 def deletes_the_newest() -> None:

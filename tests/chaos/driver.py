@@ -118,7 +118,7 @@ def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mis
         "checkpoint__every_steps": layout.every_steps,
         "checkpoint__keep": KEEP,
         "eval__every_steps": layout.steps // 3,
-        "logging__tensorboard": "true",
+        "logging__trackers": "tensorboard",
         "data__packing": "best_fit",
         "data__cache_path": folder / "cache",
         "guards__max_skipped": MAX_SKIPPED,

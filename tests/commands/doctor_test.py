@@ -287,7 +287,7 @@ def test_a_checkpoint_that_is_kept_for_two_reasons_counts_once(
         ({"model.vocab_size": "128"}, "model.vocab_size=128 is less than the 257 tokens"),
         ({"eval.suites": "exact_match"}, "suite 'exact_match': "),
         ({"checkpoint.export_every_steps": "1000", "model.window": "8"}, "model.window=8 cannot be converted: "),
-        ({"logging.wandb_project": "mine"}, "logging.wandb_project='mine': wandb is not installed"),
+        ({"logging.trackers": "wandb:mine"}, "logging.trackers='wandb:mine': wandb is not installed"),
     ],
 )
 def test_a_config_that_training_refuses_is_a_problem(changes, problem, examined, monkeypatch):

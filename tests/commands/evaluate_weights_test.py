@@ -46,7 +46,7 @@ def train(text_file, workdir, steps, *flags):
         "checkpoint.keep": "9",
         "eval.every_steps": "10",
         "eval.loss_tokens": "512",
-        "logging.tensorboard": "false",
+        "logging.trackers": "",
     }
     changes = [f"--config.{name}={value}" for name, value in fields.items()]
     return run("train.py", "--config=configs/quickstart.py:diff", f"--workdir={workdir}", *changes, *flags)

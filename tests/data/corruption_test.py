@@ -109,10 +109,11 @@ def test_id_beyond_int32_is_reported_as_stored(mesh_of, tmp_path):
         ("offsets", 3, 2**63, r"00000\.offsets: the offsets do not rise"),
         ("offsets", 0, 1, r"00000\.offsets: the offsets do not rise"),
         ("offsets", -1, 10**6, r"00000\.offsets: the offsets do not rise"),
-        ("prompts", 5, 10**6, r"store/train: a prompt is longer than its document; restore it"),
+        ("counted", 5, 10**6, r"store/train: the ranges that count in the loss do not rise; restore it"),
+        ("counted", -1, 10**6, r"store/train: the ranges that count in the loss do not rise"),
     ],
 )
-def test_invalid_offsets_and_prompts_are_rejected_when_a_store_is_loaded(store, config, kind, index, value, message):
+def test_invalid_offsets_and_ranges_are_rejected_when_a_store_is_loaded(store, config, kind, index, value, message):
     set_value(store / "train" / f"00000.{kind}", "<u8", index, value)
     with pytest.raises(UserError, match=message):
         load_sources(config(data__path=store).data, load_tokenizer("bytes"))

@@ -104,7 +104,8 @@ def test_concat_without_a_mask_gives_windows_of_the_store(cache, lengths, row_to
 def test_prompts_change_only_the_loss_mask(cache, policy, document_mask, documents, row_tokens):
     plain = store_of([prompt + response for prompt, response in documents])
     prompts = np.array([prompt for prompt, _ in documents], np.uint64)
-    store = TokenStore(plain.slice(0, len(plain)), plain.offsets, prompts)
+    counted = np.stack([plain.offsets[:-1] + prompts, plain.offsets[1:]], axis=1)
+    store = TokenStore(plain.slice(0, len(plain)), plain.offsets, counted)
     in_prompt = {int(start) + 1 + i for start, n in zip(plain.offsets, prompts, strict=False) for i in range(int(n))}
     with_prompts, without = (rows_of(each, row_tokens, policy, cache, document_mask) for each in (store, plain))
     assert len(with_prompts) == len(without)

@@ -87,8 +87,9 @@ def test_prompts_are_kept_apart_from_answers(tmp_path):
     found = {}
     for split in ("train", "valid"):
         store = open_store(tmp_path / "store", split, verify=True)
-        texts = texts_of(store)
-        found |= {text[:prompt]: text[prompt:] for text, prompt in zip(texts, store.prompts.tolist(), strict=True)}
+        texts, prompts = texts_of(store), (store.counted[:, 0] - store.offsets[:-1]).tolist()
+        assert store.counted[:, 1].tolist() == store.offsets[1:].tolist()
+        found |= {text[:prompt]: text[prompt:] for text, prompt in zip(texts, prompts, strict=True)}
     assert found == pairs
     assert len(read_meta(tmp_path / "store")["splits"]["train"]["shards"]) > 2
 

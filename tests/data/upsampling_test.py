@@ -32,6 +32,12 @@ def test_documents_stay_whole_and_are_used_evenly(lengths, share, data):
         uses = [documents.count(d) for d in originals if (len(d) > 12) == is_long]
         assert not uses or max(uses) - min(uses) <= 1
     everything = list(itertools.chain(*documents))
+    # Every token that is a multiple of 3 counts, so that documents have several ranges, or none.
+    thirds = np.arange(0, len(store), 3, dtype=np.uint64)
+    counting = TokenStore(store.slice(0, len(store)), store.offsets, np.stack([thirds, thirds + np.uint64(1)], axis=1))
+    counted = UpsampledStore(counting, longer_than_tokens=12, share=share).counted
+    assert counted[:, 0].tolist() == [i for i, token in enumerate(everything) if token % 3 == 0]
+    assert (counted[:, 1] - counted[:, 0] == 1).all()
     start = data.draw(st.integers(0, len(everything)))
     stop = data.draw(st.integers(start, len(everything)))
     assert sampled.slice(start, stop).tolist() == everything[start:stop]

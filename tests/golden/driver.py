@@ -75,7 +75,7 @@ FIELDS = {
     "eval.every_steps": 1000,
     "eval.suites": "",
     "logging.every_steps": 1,
-    "logging.tensorboard": "false",
+    "logging.trackers": "",
 }
 DIFF = {"model.num_heads": 2, "model.head_norm": "rms_affine"}
 # Runs of the part "training", one per family of attention kernels. The other runs belong to the part "variants".

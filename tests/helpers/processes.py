@@ -63,7 +63,7 @@ class Processes:
             "checkpoint.every_steps": "10",
             "eval.every_steps": "1000",
             "eval.loss_tokens": "512",
-            "logging.tensorboard": "false",
+            "logging.trackers": "",
             "mesh.fsdp": "-1",
             "multihost.initialization_timeout_seconds": "60",
             "multihost.heartbeat_timeout_seconds": str(BARRIER_TIMEOUT_SECONDS),

@@ -20,7 +20,7 @@ from difftx.training.state import init_state
 
 def tiny(architecture, **overrides):
     changes = {
-        "logging.tensorboard": "false",
+        "logging.trackers": "",
         "optimizer.warmup_steps": "0",
         **{k.replace("__", "."): str(v) for k, v in overrides.items()},
     }
@@ -58,7 +58,7 @@ def write_run(
     }
     manifest["data"]["source train"] = text
     (workdir / "manifest.json").write_text(json.dumps(manifest))
-    writer = MetricsWriter(workdir, dataclasses.replace(config.logging, tensorboard=False), 0)
+    writer = MetricsWriter(workdir, dataclasses.replace(config.logging, trackers=()), 0)
     for step in range(every, config.train.steps + 1, every):
         row = {
             "loss": loss(step),

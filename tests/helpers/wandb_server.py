@@ -70,6 +70,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             project = {"id": "p", "name": variables["project"], "entity": {"id": "e", "name": "me"}}
             bucket = {"id": "b", "name": run, "displayName": run, "historyLineCount": 0, "project": project}
             return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        if "RunResumeStatus" in query:
+            name, rows = variables["name"], self.server_of_runs.rows[variables["name"]]
+            bucket = {"name": name, "displayName": name, "id": "b", "wandbConfig": '{"t": 1}'}
+            bucket |= dict.fromkeys(("summaryMetrics", "config"), "{}") | {"eventsTail": "[]"}
+            bucket |= {"logLineCount": 0, "eventsLineCount": 0, "historyLineCount": len(rows)}
+            bucket["historyTail"] = json.dumps([json.dumps(row) for row in rows[-1:]])
+            known = bucket if name in self.server_of_runs.runs else None
+            return {"model": {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}, "bucket": known}}
         if "createRunFiles" in query:
             host = self.headers["Host"]
             files = [{"name": name, "uploadUrl": f"http://{host}/{name}"} for name in variables["files"]]

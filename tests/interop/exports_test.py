@@ -17,7 +17,7 @@ STEPS = {"train.steps": "8", "checkpoint.every_steps": "2", "checkpoint.export_e
 
 
 def train(text_file, workdir, **changes):
-    fields = TINY | STEPS | {"data.path": str(text_file), "logging.every_steps": "1", "logging.tensorboard": "false"}
+    fields = TINY | STEPS | {"data.path": str(text_file), "logging.every_steps": "1", "logging.trackers": ""}
     fields |= {name.replace("__", "."): value for name, value in changes.items()}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     return commands().run(["train.py", "--config=configs/quickstart.py:diff", f"--workdir={workdir}", *flags])

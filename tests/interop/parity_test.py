@@ -144,7 +144,7 @@ def output_of(*arguments):
 )
 def test_a_trained_run_scores_the_same_loss_in_transformers(tmp_path, monkeypatch, architecture, format_):
     text = write_text(tmp_path / "text.txt")
-    changes = TINY | {"data.path": text, "train.steps": 30, "eval.loss_tokens": 10**9, "logging.tensorboard": "false"}
+    changes = TINY | {"data.path": text, "train.steps": 30, "eval.loss_tokens": 10**9, "logging.trackers": ""}
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     workdir, out = tmp_path / "run", tmp_path / "hf"
     output_of("train.py", f"--config=configs/quickstart.py:{architecture}", f"--workdir={workdir}", *flags)

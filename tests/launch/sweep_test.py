@@ -56,7 +56,7 @@ def get_config(arg: str) -> ConfigDict:
     c.mesh.fsdp = 1
     c.checkpoint.every_steps = 10_000
     c.eval.suites = ()
-    c.logging.tensorboard = False
+    c.logging.trackers = ()
     return c
 """
 
@@ -325,12 +325,12 @@ def test_changes_of_eval_that_finished_runs_do_not_get_are_printed_once(config_f
         return capsys.readouterr().out
 
     assert printed() == ""
-    assert printed(**{"logging.tensorboard": "True", "eval.every_steps": "7", "mesh.fsdp": "1"}) == ""
+    assert printed(**{"logging.trackers": "tensorboard", "eval.every_steps": "7", "mesh.fsdp": "1"}) == ""
     begin, end = "changed since runs were finished: eval.", "; finished runs keep their results. For others, run "
     advice = "difftx eval on them with --suite=…"
     assert printed(**{"eval.suites": "loss"}) == f"{begin}suites: () → ('loss',){end}{advice}\n"
     line = f"{begin}loss_tokens: 65536 → 64{end}{advice} and --eval.loss_tokens=…\n"
-    assert printed(**{"eval.loss_tokens": "64", "logging.tensorboard": "True"}) == line
+    assert printed(**{"eval.loss_tokens": "64", "logging.trackers": "tensorboard"}) == line
 
 
 def test_points_of_the_scaling_sweep():

@@ -11,7 +11,7 @@ from difftx.config import LoggingConfig
 from difftx.training.goodput import SECTIONS, Goodput, format_goodput
 from difftx.training.metrics import MetricsWriter, read_metrics
 
-QUIET = LoggingConfig(every_steps=1, tensorboard=False, wandb_project=None)
+QUIET = LoggingConfig(every_steps=1, trackers=())
 
 NUMBERS = {"loss": 2.5, "tokens": 256, "tokens_per_second": 1e3}  # Other required fields of a train row.
 

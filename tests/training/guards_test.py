@@ -84,7 +84,7 @@ def open_run(config, mesh_of, text_file, tmp_path):
             "checkpoint__every_steps": 4,
             "checkpoint__keep": 20,
             "eval__every_steps": 100,
-            "logging__tensorboard": "false",
+            "logging__trackers": "",
             "guards__max_skipped": 3,
             "guards__skip_steps": 2,
         }

@@ -50,7 +50,7 @@ def test_training_reports_the_crossings_in_its_rows(config, text_file, tmp_path,
         return [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == split]
 
     changes = {"model__lambda_init": 2.0, "optimizer__learning_rate": 0.3, "mesh__fsdp": 8}
-    changes |= {"eval__every_steps": 100, "logging__tensorboard": False, "data__path": text_file}
+    changes |= {"eval__every_steps": 100, "logging__trackers": (), "data__path": text_file}
     for steps in (6, 9):
         run = Run.open(config(train__steps=steps, optimizer__warmup_steps=1, **changes), tmp_path / "diff")
         assert train(run, lambda *_: {}) == 0

@@ -16,7 +16,7 @@ def test_a_failed_evaluation_loses_no_steps(config, mesh_of, text_file, tmp_path
         checkpoint__every_steps=100,
         eval__every_steps=3,
         eval__suites="",
-        logging__tensorboard="false",
+        logging__trackers="",
     )
 
     def train(evaluate):

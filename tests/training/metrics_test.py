@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
+"""Metrics of a run: metrics.jsonl, TensorBoard and the progress line."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from difftx.training.goodput import Goodput
 from difftx.training.loop import PROGRESS_LABEL, PROGRESS_LINE, remove_later_evaluations
 from difftx.training.metrics import MetricsWriter, read_metrics
 
-QUIET = LoggingConfig(every_steps=1, tensorboard=False, wandb_project=None)
+QUIET = LoggingConfig(every_steps=1, trackers=())
 
 
 SPEED = {"tokens": 256, "tokens_per_second": 1e3, "step_seconds": 0.25}
@@ -95,7 +95,7 @@ def test_invalid_lines_are_counted(tmp_path):
 
 
 def test_tensorboard_hides_the_overlap(tmp_path):
-    config = LoggingConfig(every_steps=1, tensorboard=True, wandb_project=None)
+    config = LoggingConfig(every_steps=1, trackers=("tensorboard",))
     write_steps(tmp_path, 0, 5, config)
     write_steps(tmp_path, 3, 4, config)
     restarts, values = [], []
@@ -111,11 +111,10 @@ def test_tensorboard_hides_the_overlap(tmp_path):
 
 def test_error_if_wandb_is_not_installed(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    message = (
-        r"^logging\.wandb_project='p': wandb is not installed: .* pip install -e '\S+\[wandb\]'; or set it to none$"
-    )
+    install = r"wandb is not installed: .* pip install -e '\S+\[wandb\]'"
+    message = rf"^logging\.trackers='wandb:p': {install}; or remove this tracker$"
     with pytest.raises(UserError, match=message):
-        check_extras(config("diff", logging__wandb_project="p"))
+        check_extras(config("diff", logging__trackers="wandb:p"))
     check_extras(config("diff"))
 
 
@@ -147,7 +146,7 @@ def test_full_disk_gives_a_one_line_error_and_keeps_written_rows_readable(tmp_pa
     script = (
         "import sys; from pathlib import Path; from training.metrics_test import *\n"
         "from difftx.errors import run_command\n"
-        "config = LoggingConfig(every_steps=1, tensorboard=True, wandb_project=None)\n"
+        "config = LoggingConfig(every_steps=1, trackers=('tensorboard',))\n"
         "run_command(lambda: write_steps(Path(sys.argv[1]), 0, 1000, config))"
     )
     result = subprocess.run(
@@ -169,7 +168,7 @@ def test_full_disk_gives_a_one_line_error_and_keeps_written_rows_readable(tmp_pa
 
 
 def test_tensorboard_events_are_on_disk_immediately(tmp_path):
-    config = LoggingConfig(every_steps=1, tensorboard=True, wandb_project=None)
+    config = LoggingConfig(every_steps=1, trackers=("tensorboard",))
     writer = MetricsWriter(tmp_path, config, 0)
     for step in range(1, 20):
         writer.write("train", step, {"loss": 0.5})

@@ -14,7 +14,7 @@ from difftx.errors import UserError
 from difftx.training.fit import fit
 
 QUICKSTART = f"{ROOT}/configs/quickstart.py:diff"
-SHORT = TINY | {"eval.loss_tokens": "256", "logging.tensorboard": "false", "eval.suites": "loss"}
+SHORT = TINY | {"eval.loss_tokens": "256", "logging.trackers": "", "eval.suites": "loss"}
 
 
 def train(workdir, text_file, *more, code=0, **changes):

@@ -35,7 +35,7 @@ def command(text_file, workdir, **changes):
         "checkpoint.every_steps": "20",
         "eval.every_steps": "25",
         "eval.loss_tokens": "512",
-        "logging.tensorboard": "false",
+        "logging.trackers": "",
         "mesh.fsdp": "-1",
     }
     overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}

@@ -32,7 +32,7 @@ TOY = TINY | {
     "eval.every_steps": "1000",
     "eval.loss_tokens": "2048",
     "logging.every_steps": "1",
-    "logging.tensorboard": "false",
+    "logging.trackers": "",
 }
 
 

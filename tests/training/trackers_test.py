@@ -1,10 +1,11 @@
-"""TensorBoard and Weights & Biases (W&B) beside a training, which none of their faults may end.
+"""Trackers beside a training, which none of their faults may end.
 
-The package of W&B is the real one, which talks to a server of these tests.
+The packages are the real ones. That of Weights & Biases (W&B) talks to a server of these tests.
 """
 
 import argparse
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -25,11 +26,13 @@ from difftx.commands import examination
 from difftx.config import LoggingConfig
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.files import UNLOCKED
 from difftx.training import trackers
 from difftx.training.metrics import MetricsWriter, read_metrics
-from difftx.training.trackers import TensorBoard, Trackers, check_wandb
+from difftx.training.trackers import TRACKERS, Attempt, Trackers, check_trackers
 
 STEPS = 200
+SPEED = {"tokens": 256, "tokens_per_second": 1e3, "step_seconds": 0.25}
 
 
 def test_an_error_of_a_tracker_ends_only_this_tracker(capsys):
@@ -64,6 +67,11 @@ def test_an_error_of_a_tracker_ends_only_this_tracker(capsys):
     ]
 
 
+def attempt_of(folder, **fields):
+    settings = {"address": str(folder), "run_id": "0" * 32, "config": {}, "is_continuous": True, "history": lambda: []}
+    return Attempt(folder=folder, owner=UNLOCKED, **settings | fields)
+
+
 @pytest.mark.parametrize("fault", ["a file in place of the folder", "full disk"])
 def test_metrics_continue_without_tensorboard(fault, tmp_path, capsys, monkeypatch):
     def full(*_):
@@ -73,12 +81,12 @@ def test_metrics_continue_without_tensorboard(fault, tmp_path, capsys, monkeypat
         monkeypatch.setattr(trackers.RecordWriter, "flush", full)
     else:
         (tmp_path / "tensorboard").touch()
-    writer = MetricsWriter(tmp_path, LoggingConfig(tensorboard=True), 0)
+    writer = MetricsWriter(tmp_path, LoggingConfig(trackers=("tensorboard",)), 0)
     for step in (1, 2):
         writer.write("goodput", step, {"wall_seconds": 1.0})
     writer.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")[0]] == [1, 2]
-    assert re.fullmatch(r"TensorBoard: .*; it gets no further numbers.*\n", capsys.readouterr().out)
+    assert re.fullmatch(r"tensorboard: .*; it gets no further numbers.*\n", capsys.readouterr().out)
 
 
 def test_tensorboard_reads_the_attempts_in_order_after_the_clock_stepped_back(tmp_path, monkeypatch):
@@ -87,13 +95,78 @@ def test_tensorboard_reads_the_attempts_in_order_after_the_clock_stepped_back(tm
     for attempt, (clock, start) in enumerate([(1e9, 0), (1e9 - 3600, 3), (1e9 - 7200, 5)], start=1):
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda clock=clock: clock)
-            writer = TensorBoard(tmp_path, start, attempt)
+            writer = TRACKERS["tensorboard"](attempt_of(tmp_path, number=attempt, start_step=start), "")
             for step in range(start + 1, start + 4):
                 writer.log(step, {"loss": step + attempt / 10})
             writer.close()
-    shown = accumulator.EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    shown = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
     expected = [1.1, 2.1, 3.1, 4.2, 5.2, 6.3, 7.3, 8.3]
     assert [(point.step, round(point.value, 3)) for point in shown] == list(enumerate(expected, start=1))
+
+
+def steps_in_trackio():
+    """Return the steps of the losses of each run, read from Trackio's database."""
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    runs = storage.get_runs("p")
+    return {run: [row["step"] for row in storage.get_logs("p", run) if "train/loss" in row] for run in runs}
+
+
+def steps_in_mlflow(folder):
+    client = pytest.importorskip("mlflow").MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    return {
+        run.data.tags["difftx"]: [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
+        for run in runs
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("package", ["wandb", "trackio", "mlflow"])
+def test_one_run_has_all_attempts_until_rows_are_cut(package, tmp_path, monkeypatch, capsys):
+    """Attempts 2 and 3 continue after the last row. Attempt 4 begins before it."""
+    if importlib.util.find_spec(package) is None:  # Trackio reads its variables when it is imported.
+        pytest.skip(f"no {package}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 120)  # A busy machine imports a package in more than 10 s.
+    with WandbServer() as server:
+        local = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "TRACKIO_DIR": f"{tmp_path}/trackio"}
+        for name, value in (local | server.environment(tmp_path)).items():
+            monkeypatch.setenv(name, value)
+        config = LoggingConfig(trackers=(f"{package}:p",))
+        for start, stop in [(0, 3), (3, 5), (5, 8), (6, 9), (9, 11)]:
+            fields = {"run_id": "a" * 32, "run_config": {"model": {"d_model": 8}, "train": {"steps": 11}}}
+            writer = MetricsWriter(tmp_path / "run", config, start, **fields)
+            writer.write("goodput", start, {"wall_seconds": 1.0})
+            for step in range(start + 1, stop + 1):
+                writer.write("train", step, SPEED | {"loss": 1 / step})
+            writer.close()
+        if package == "wandb":
+            found = {run: server.steps(run) for run in server.runs}
+        elif package == "trackio":
+            found = steps_in_trackio()
+        else:
+            found = steps_in_mlflow(tmp_path)
+    assert capsys.readouterr().out == ""
+    assert {name.rpartition("-")[2]: steps for name, steps in found.items()} == {
+        "1": list(range(1, 9)),
+        "4": list(range(1, 12)),
+    }
+    assert json.loads((tmp_path / "run/trackers.json").read_text()) == {"series": 4}
+
+
+@pytest.mark.parametrize(
+    ("tracker", "expected"),
+    [
+        ("wandbb:p", "'wandbb': no such tracker. Did you mean 'wandb'?"),
+        ("tensorboard:p", "TensorBoard has no projects; write tensorboard"),
+        ("mlflow", "mlflow is not installed: "),
+    ],
+)
+def test_a_tracker_that_cannot_start_is_found_before_training(tracker, expected, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UserError) as error:
+        check_trackers([tracker])
+    assert str(error.value).startswith(f"logging.trackers={tracker!r}: {expected}")
 
 
 @pytest.fixture
@@ -109,7 +182,7 @@ def begin(server, text_file, tmp_path):
 
     def begin(workdir, **environment):
         fields = TINY | {"data.path": text_file, "train.steps": STEPS, "logging.every_steps": 1}
-        fields |= {"logging.wandb_project": "p", "logging.tensorboard": "false", "checkpoint.every_steps": 1000}
+        fields |= {"logging.trackers": "wandb:p", "checkpoint.every_steps": 1000}
         flags = ["--config=quickstart:diff", f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
         return subprocess.Popen(
             [sys.executable, *TRAIN_SLOWLY, *flags],
@@ -146,7 +219,7 @@ def wandb_core(process):
 
 
 @pytest.mark.long
-def test_a_signal_to_all_processes_saves_and_the_next_attempt_sends_all_rows(server, begin, tmp_path):
+def test_a_signal_to_all_processes_saves_and_the_next_attempt_continues_the_same_run(server, begin, tmp_path):
     workdir = tmp_path / "some/runs;,#?"
     process = begin(workdir)
     wandb_core(process)
@@ -159,15 +232,15 @@ def test_a_signal_to_all_processes_saves_and_the_next_attempt_sends_all_rows(ser
     assert len(list((workdir / "checkpoints").iterdir())) == 1
     process = begin(workdir)
     out, err = process.communicate(timeout=240)
-    assert (process.returncode, "Weights & Biases" in out) == (0, False), out + err
-    first, second = server.runs
-    assert [run.rpartition("-")[2] for run in (first, second)] == ["1", "2"]
-    assert server.steps(second) == list(range(1, STEPS + 1))
-    sent = {row["_step"]: row["train/loss"] for row in server.rows[second] if "train/loss" in row}
+    assert (process.returncode, "wandb:p" in out) == (0, False), out + err
+    (name,) = server.runs
+    assert name.endswith("-1")
+    assert server.steps(name) == list(range(1, STEPS + 1))
+    sent = {row["_step"]: row["train/loss"] for row in server.rows[name] if "train/loss" in row}
     rows = [row for row in read_metrics(workdir / "metrics.jsonl")[0] if row["split"] == "train"]
     assert sent == {row["step"]: row["loss"] for row in rows}
-    run = server.runs[second]
-    assert (run["displayName"], run["groupName"]) == ("some-runs;,#?-2", "some-runs;,#?")
+    run = server.runs[name]
+    assert (run["displayName"], run["groupName"]) == ("some-runs;,#?", "some-runs;,#?")
     config = {name: entry["value"] for name, entry in json.loads(run["config"]).items() if name != "_wandb"}
     assert config == json.loads((workdir / "config.json").read_text())
 
@@ -176,9 +249,9 @@ def test_a_signal_to_all_processes_saves_and_the_next_attempt_sends_all_rows(ser
 @pytest.mark.parametrize(
     ("sent", "who", "expected"),
     [
-        (signal.SIGKILL, "wandb-core", r"Weights & Biases: Connection lost; .*"),
-        (signal.SIGKILL, "wandb_process", r"Weights & Biases: its process was killed by SIGKILL; .*"),
-        (signal.SIGSTOP, "wandb_process", r"Weights & Biases: not all numbers were sent within 10 s; `wandb sync` .*"),
+        (signal.SIGKILL, "wandb-core", r"wandb:p: Connection lost; .*"),
+        (signal.SIGKILL, "tracker_process", r"wandb:p: its process was killed by SIGKILL; .*"),
+        (signal.SIGSTOP, "tracker_process", r"wandb:p: not all numbers were sent within 10 s; `wandb sync` .*"),
     ],
 )
 def test_training_continues_without_the_processes_of_wandb(begin, tmp_path, sent, who, expected):
@@ -191,7 +264,7 @@ def test_training_continues_without_the_processes_of_wandb(begin, tmp_path, sent
     assert process.returncode == 0, err
     assert "Traceback" not in err
     assert newest_step(tmp_path / "run/metrics.jsonl") == STEPS
-    lines = [line for line in out.splitlines() if line.startswith("Weights & Biases")]
+    lines = [line for line in out.splitlines() if line.startswith("wandb:p: ")]
     assert len(lines) == 1
     assert re.fullmatch(expected, lines[0])
 
@@ -202,7 +275,7 @@ def test_training_ends_during_an_outage(begin, tmp_path):
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert "Traceback" not in err
-    assert [line for line in out.splitlines() if line.startswith("Weights & Biases: not all numbers were sent")]
+    assert [line for line in out.splitlines() if line.startswith("wandb:p: not all numbers were sent")]
 
 
 @pytest.mark.long
@@ -223,21 +296,21 @@ def test_mistakes_are_found_before_training(project, variables, expected, tmp_pa
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if expected is None:
-        check_wandb(project)
+        check_trackers([f"wandb:{project}"])
         return
-    with pytest.raises(UserError, match=rf"^logging\.wandb_project='{project}': .*{expected}.*; or set it to none$"):
-        check_wandb(project)
+    with pytest.raises(UserError, match=rf"^logging\.trackers='wandb:{project}': .*{expected}.*; or remove"):
+        check_trackers([f"wandb:{project}"])
 
 
 @pytest.mark.long
 def test_a_dry_run_and_doctor_report_a_missing_key(text_file, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    fields = TINY | {"data.path": str(text_file), "mesh.fsdp": "-1", "logging.wandb_project": "p"}
+    fields = TINY | {"data.path": str(text_file), "mesh.fsdp": "-1", "logging.trackers": "wandb:p"}
     flags = ["--config=quickstart:diff", "--dry_run", *(f"--config.{name}={value}" for name, value in fields.items())]
     for name, value in {"WANDB_API_KEY": "", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     done = commands().run(["train.py", *flags], environment=child_environment(1))
-    problem = "logging.wandb_project='p': No API key configured. Use `wandb login` to log in; or set it to none"
+    problem = "logging.trackers='wandb:p': No API key configured. Use `wandb login` to log in; or remove this tracker"
     assert (done.returncode, done.stderr) == (2, f"error: {problem}\n")
     found = examination.Findings(devices={"kind": "cpu", "matmul_flops": 1e12}, storage={"write": 1e9})
     options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")

@@ -81,7 +81,7 @@ def test_a_restart_may_take_longer_than_a_step(config, mesh_of, text_file, tmp_p
             checkpoint__every_steps=2,
             eval__every_steps=100,
             eval__suites="",
-            logging__tensorboard="false",
+            logging__trackers="",
             multihost__watchdog_seconds=1,
         )
         tokenizer = load_tokenizer(c.data.tokenizer)

@@ -58,11 +58,12 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
     """Tokenise a unit and write its file, which depends only on the job's options and the unit's bytes.
 
     The file is a numpy archive with a CRC for each array. "tokens" has all tokens, with an end-of-text token after each
-    document. For each document, "lengths" has the number of tokens, "prompts" the number of prompt tokens, "sizes" the
-    bytes of prompt and text, and "hashes" the first 128 bits of their SHA-256. "ids" has the ids as lines of JSON.
+    document. For each document, "lengths" has the number of tokens, "turns" the number of ranges of tokens that count
+    in the loss, "sizes" the bytes of prompt and text, and "hashes" the first 128 bits of their SHA-256. "counted" has
+    start and stop of each range in its document, and "ids" the ids as lines of JSON.
     """
     end_of_text = np.array([job.loaded_tokenizer.eot_token], np.uint32)
-    parts: list[np.ndarray] = []  # Three arrays per document: prompt, text, end-of-text token.
+    parts: list[list[np.ndarray]] = []  # Prompt and text of each turn of each document, and its end-of-text token.
     documents: list[Document] = []
     problems: list[str] = []
     empty = 0
@@ -74,9 +75,11 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
         elif not document.text:
             empty += 1
         else:
-            parts += [*_encode(job.loaded_tokenizer, document), end_of_text]
+            *turns, text = _encode(job.loaded_tokenizer, document)
+            parts.append([*turns, np.concatenate([text, end_of_text])])
             documents.append(document)
-    tokens = np.concatenate([*parts, np.array([], np.uint32)]).astype(job.dtype, copy=False)
+    tokens = np.concatenate([*itertools.chain(*parts), np.array([], np.uint32)]).astype(job.dtype, copy=False)
+    edges = [np.cumsum([len(part) for part in document]) for document in parts]
     sizes = np.array([len(d.utf8) for d in documents], np.int64)
     ids = "".join(json.dumps(d.id, ensure_ascii=False) + "\n" for d in documents if job.fields.id is not None)
     copies = unit.end, unit.last, unit.source, unit.input_bytes
@@ -85,8 +88,9 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
         np.savez(
             file,
             tokens=tokens,
-            lengths=np.array([sum(map(len, each)) for each in itertools.batched(parts, 3)], np.int64),
-            prompts=np.array([len(prompt) for prompt in parts[::3]], np.int64),
+            lengths=np.array([ends[-1] for ends in edges], np.int64),
+            turns=np.array([len(ends) // 2 for ends in edges], np.int64),
+            counted=np.concatenate([*edges, np.array([], np.int64)]).reshape(-1, 2),
             sizes=sizes,
             hashes=np.frombuffer(b"".join(hashlib.sha256(d.utf8).digest()[:16] for d in documents), ">u8"),
             # Half of a surrogate pair, which UTF-8 cannot encode, gets an escape that JSON knows, such as \\ud800.
@@ -97,19 +101,19 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
 
 
 def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
-    """Yield the documents of a unit. A conversation becomes one document per message of the assistant."""
+    """Yield the documents of a unit."""
     if isinstance(unit.content, Tokens):
         yield from unit.content.documents(job.fields, job.loaded_tokenizer)
         return
     for document in unit.content.documents(job.fields):
         if isinstance(document, Conversation):
-            yield from document.documents(job.loaded_tokenizer.require_chat_template("--messages_field"), job.date)
+            yield from document.documents(job.loaded_tokenizer, job.date)
         else:
             yield document
 
 
-def _encode(tokenizer: Tokenizer, document: Document) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of prompt and text, uint32.
+def _encode(tokenizer: Tokenizer, document: Document) -> Sequence[np.ndarray]:
+    """Return the ids of prompt and text of each turn, uint32. Only a conversation has several.
 
     They are encoded separately, so that no token spans both, because generation also starts after the last token of a
     prompt. The names of special tokens are ordinary text, except where a chat template has written them.
@@ -117,9 +121,8 @@ def _encode(tokenizer: Tokenizer, document: Document) -> tuple[np.ndarray, np.nd
     prompt, text = document.prompt, document.text
     if document.ids is not None:
         return np.array(tokenizer.prefix, np.uint32), document.ids
-    if document.is_chat:
-        ids = tokenizer.encode_chat(prompt), tokenizer.encode_chat(text, continues=True)
-        return np.array(ids[0], np.uint32), np.array(ids[1], np.uint32)
+    if document.turns:
+        return [np.array(ids, np.uint32) for ids in document.turns]
     before = tokenizer.encode_prompt(prompt) if prompt else tokenizer.prefix
     return np.array(before, np.uint32), tokenizer.encode_to_numpy(text, continues=bool(prompt))
 
@@ -250,7 +253,7 @@ def write_shard(job: Job, shard: Shard) -> None:
         return
     kinds, blocks = ["tokens", "offsets", "blocks"], BlockHasher()
     kinds += ["ids"] if job.fields.id is not None else []
-    kinds += ["prompts"] if job.fields.prompt is not None or job.fields.messages is not None else []
+    kinds += ["counted"] if job.fields.prompt is not None or job.fields.messages is not None else []
     hashes = {kind: hashlib.sha256() for kind in kinds}
     documents, tokens, text_bytes = 0, 0, 0
     with contextlib.ExitStack() as stack:
@@ -272,8 +275,11 @@ def write_shard(job: Job, shard: Shard) -> None:
             if "ids" in kinds:
                 lines = archive["ids"].tobytes().splitlines(keepends=True)
                 write("ids", b"".join(line for line, kept in zip(lines, mask, strict=True) if kept))
-            if "prompts" in kinds:
-                write("prompts", archive["prompts"][mask].astype("<u8"))
+            if "counted" in kinds:
+                starts, turns = np.zeros(len(mask), np.int64), archive["turns"]
+                starts[mask] = tokens + np.cumsum(length[mask]) - length[mask]
+                counted = archive["counted"] + np.repeat(starts, turns)[:, None]
+                write("counted", counted[np.repeat(mask, turns)].astype("<u8"))
             documents += int(mask.sum())
             tokens += int(length[mask].sum())
             text_bytes += int(archive["sizes"][mask].sum())

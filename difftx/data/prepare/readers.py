@@ -10,12 +10,13 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from difftx.data import records
-from difftx.data.chat_template import ChatTemplate, Date
+from difftx.data.chat_template import Date
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, import_extra, printable
 from difftx.files import open_file, size_of
 from difftx.registry import Registry
@@ -60,22 +61,34 @@ class Document:
     utf8: bytes  # The prompt followed by the text.
     id: str | None
     prompt: str = ""
-    is_chat: bool = False  # Whether a chat template wrote prompt and text, so that they name special tokens.
+    turns: Sequence[list[int]] = ()  # The ids of a conversation: before an answer, of the answer, and so on.
     ids: Any = None  # The ids of the text, uint32, if they come from a token file.
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A conversation of the input, of which each message of the assistant becomes a document."""
+    """A conversation of the input."""
 
     messages: Any
     id: str | None
     record_name: Callable[[], str]
 
-    def documents(self, template: ChatTemplate, date: Date) -> Iterator[Document | UserError]:
+    def documents(self, tokenizer: Tokenizer, date: Date) -> Iterator[Document | UserError]:
+        """Yield one document, with a turn for each message of the assistant.
+
+        A further document begins where the ids before an answer are not those of its prompt in generation, for example
+        because the template leaves the reasoning out of earlier answers.
+        """
+        template, whole, turns = tokenizer.require_chat_template("--messages_field"), "", list[list[int]]()
         try:
             for prompt, text in template.turns(self.messages, date):
-                yield Document(text, (prompt + text).encode(), self.id, prompt, is_chat=True)
+                ids, earlier = tokenizer.encode_chat(prompt), list(itertools.chain(*turns))
+                if ids[: len(earlier)] != earlier:
+                    yield Document(whole, whole.encode(), self.id, turns=turns)
+                    earlier, turns = [], []
+                whole = prompt + text
+                turns += [ids[len(earlier) :], tokenizer.encode_chat(text, continues=True)]
+            yield Document(whole, whole.encode(), self.id, turns=turns)
         except UnicodeEncodeError:
             yield UserError(f"{self.record_name()}: half of a surrogate pair, which is not UTF-8")
         except UserError as error:
