@@ -23,6 +23,7 @@ def decoded(tensors, name, bits):
     """Return a matrix of "pack-quantized": codes + 2^(bits - 1) from the lowest bits of int32 words, times scales."""
     packed, scale = tensors[f"{name}_packed"], tensors[f"{name}_scale"]
     rows, columns = tensors[f"{name}_shape"]
+    assert (packed.dtype, scale.dtype) == (np.int32, np.float32)
     words = packed.view(np.uint32)
     codes = np.stack([words >> (bits * i) & (2**bits - 1) for i in range(32 // bits)], -1).reshape(rows, -1)
     codes = codes[:, :columns].astype(np.int64) - 2 ** (bits - 1)
