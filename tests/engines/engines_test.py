@@ -100,13 +100,13 @@ def test_vllm_refuses_a_model_that_is_not_servable(greedy):
     assert "architecture 'top_k' is not servable" in greedy[1]["top_k"]["error"]
 
 
-def test_norms_of_sglang_compute_those_of_the_folder(models, tmp_path):
-    folders = {name: models[name][1] for name in SERVED}
-    results = results_of("in_sglang.py", folders, tmp_path)
+def test_norms_of_sglang_compute_those_of_the_folder(config, mesh_of, tmp_path):
+    # In `models`, heads are as wide as the model, so a norm of heads with the model's width would not fail.
+    made = {name: exported(config, mesh_of(), name, tmp_path / name) for name in SERVED}
+    results = results_of("in_sglang.py", {name: str(folder) for name, (_, _, folder) in made.items()}, tmp_path)
     assert not {name: result for name, result in results.items() if "error" in result}
     assert max(result["change"] for result in results.values()) < 1e-6
-    layers = {name: lm.config.model.num_layers for name, (lm, _) in models.items()}
-    assert all(result["norms"] > 2 * layers[name] for name, result in results.items())
+    assert all(result["norms"] > 2 * made[name][0].config.model.num_layers for name, result in results.items())
 
 
 def test_the_documented_command_serves_the_texts_of_difftx(tmp_path):
