@@ -84,7 +84,8 @@ class Findings:
         except Exception as error:
             if (explanation := explained(error)) is None:
                 raise
-            self.problems.append(str(explanation))
+            if str(explanation) not in self.problems:  # Two checks may find the same.
+                self.problems.append(str(explanation))
 
 
 def examine(options: argparse.Namespace, config: Config | None) -> Findings:
