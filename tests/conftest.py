@@ -110,8 +110,12 @@ def write_text(path: Path) -> Path:
 
 
 def child_environment(devices: int) -> dict[str, str]:
-    """Return the environment of a process with `devices` CPU devices."""
+    """Return the environment of a process with `devices` CPU devices.
+
+    It writes no bytecode, because Python leaves cut files if a test limits the size of the process's files.
+    """
     return os.environ | {
+        "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}"),
     }

@@ -2,6 +2,7 @@
 
 import itertools
 import resource
+import sys
 
 import numpy as np
 import pytest
@@ -177,7 +178,8 @@ def test_index_is_built_once_per_content(tmp_path, monkeypatch):
     assert sorted(p.suffix for p in (tmp_path / "new" / "cache").iterdir()) == [".index"] * 3
 
 
-def test_failed_write_leaves_no_index(tmp_path):
+def test_failed_write_leaves_no_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would leave cut files of bytecode.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
     try:

@@ -221,7 +221,7 @@ except RuntimeError as error:
 
 @pytest.mark.long
 def test_a_full_disk_ends_a_save_in_one_line(tmp_path):
-    command = [sys.executable, "-c", WRITE_TO_A_FULL_DISK, tmp_path]
+    command = [sys.executable, "-B", "-c", WRITE_TO_A_FULL_DISK, tmp_path]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert (ended.stdout, ended.stderr) == (f"{tmp_path} cannot be written: File too large\n", "")

@@ -150,7 +150,7 @@ def test_full_disk_gives_a_one_line_error_and_keeps_written_rows_readable(tmp_pa
         "run_command(lambda: write_steps(Path(sys.argv[1]), 0, 1000, config))"
     )
     result = subprocess.run(
-        ["prlimit", "--fsize=4000", sys.executable, "-c", script, str(tmp_path)],
+        ["prlimit", "--fsize=4000", sys.executable, "-B", "-c", script, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
