@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model import oracle
 
 from difftx.errors import UserError
 from difftx.launch.estimate import trace_step
@@ -98,6 +99,7 @@ def random_adapters(c, mesh):
 def test_adapters_equal_merged_weights_and_new_ones_change_nothing(config, mesh_of, architecture):
     """Each weight is compared with W + 2 A B in float64."""
     mesh, options = mesh_of(**MESH), {"model__num_layers": 1, "data__sequence_length": 16}
+    options |= oracle.SIZES.get(architecture, {})
     options |= {"train__global_batch_tokens": 8 * 16}
     base = config(architecture, **options)
     c = config(architecture, train__lora_rank=3, train__lora_alpha=6, **options)
@@ -117,7 +119,7 @@ def test_adapters_equal_merged_weights_and_new_ones_change_nothing(config, mesh_
         jax.tree.map(np.testing.assert_array_equal, loss(new), loss(without))
         adapted, sums = loss(drawn), merged(drawn, c.train)
         for a, b in zip(adapted, loss(sums), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(np.abs(b).max()))
+            assert np.linalg.norm(a - b) < 1e-6 * np.linalg.norm(b)
         assert not np.allclose(adapted[1], loss(new)[1], atol=1e-2)
     weights, adapters, found = flatten(drawn), flatten(drawn[LORA]), flatten(sums)
     assert [x.sharding for x in found.values()] == [weights[name].sharding for name in found]
@@ -140,8 +142,9 @@ def test_adapters_are_sharded_like_their_weights(config, mesh_of):
 @pytest.mark.long
 def test_a_run_with_adapters_resumes_on_another_mesh(config, mesh_of, tmp_path):
     c, first = config(train__lora_rank=3), mesh_of(fsdp=4)
-    step, checkpointer = jax.jit(make_train_step(c)), Checkpointer(tmp_path, c.checkpoint)
+    checkpointer = Checkpointer(tmp_path, c.checkpoint)
     with jax.set_mesh(first):
+        step = jax.jit(make_train_step(c))
         state, _ = step(jax.jit(lambda: init_state(c))(), ragged_batch(first, c))
         checkpointer.save_and_wait(state, {"examples": 0, "signature": {}}, c)
         expected, expected_params = step(state, ragged_batch(first, c, 1))[1], merged(state.params, c.train)
@@ -150,7 +153,7 @@ def test_a_run_with_adapters_resumes_on_another_mesh(config, mesh_of, tmp_path):
     with jax.set_mesh(second):
         restored = restore_state(checkpointer.read(1), jax.eval_shape(lambda: init_state(c)), second)
         jax.tree.map(np.testing.assert_array_equal, restored, state)
-        metrics = step(restored, ragged_batch(second, c, 1))[1]
+        metrics = jax.jit(make_train_step(c))(restored, ragged_batch(second, c, 1))[1]
     for name in ("loss", "grad_norm"):
         assert float(metrics[name]) == pytest.approx(float(expected[name]), rel=1e-4)
     params = restore_params(checkpointer.read(1), c, second)
