@@ -15,7 +15,8 @@ EVENT = ("split", "step", "reason", "bad_steps", "skipped_examples", "rewinds")
 
 def rows_of(metrics: Path, split: str) -> list[dict[str, Any]]:
     rows = []
-    for line in metrics.read_text(errors="replace").splitlines():
+    text = metrics.read_text(errors="replace") if metrics.exists() else ""  # A fault may come before the first row.
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except ValueError:
