@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from difftx.config.eval import HarnessConfig
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, closest
 from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
+from difftx.evals.harness import ruler
 from difftx.evals.harness.data import FORMS
 from difftx.evals.result import Better, Heatmap, Number, Result
 from difftx.evals.suite import Suite
@@ -28,7 +30,7 @@ BOOTSTRAPS = 1000  # Resamples for standard errors of metrics such as F1. lm-eva
 def evaluate(evaluation: Evaluation) -> Result:
     """Run lm-eval's tasks on the model."""
     settings = evaluation.run.config.eval.harness
-    manager, tasks = load_tasks(settings)
+    manager, tasks = load_tasks(settings, evaluation.lm.tokenizer)
     import lm_eval
 
     from difftx.evals.harness.model import HarnessModel
@@ -50,36 +52,60 @@ def evaluate(evaluation: Evaluation) -> Result:
     return _result(list(tasks), lm_eval_results, model.truncated, _guesses(tasks))
 
 
-def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
+def load_tasks(settings: HarnessConfig, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data."""
     check_suites(["harness"])
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Otherwise lm-eval logs every default and override.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Otherwise lm-eval forks, which JAX's threads do not survive.
-    for field, path in (("data_path", settings.data_path), ("include_path", settings.include_path)):
+    for field in ("data_path", "include_path", "ruler_path"):
+        path = getattr(settings, field)
         if path is not None and not Path(path).is_dir():
             raise UserError(f"eval.harness.{field}={path}: no such folder")
-    manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=False)
+    lengths = settings.ruler_lengths if any(map(ruler.is_task, settings.tasks)) else ()
+    inputs = settings.data_path, settings.include_path, settings.num_fewshot, lengths
+    manager = _manager(*inputs, built_in=False)
     if not set(settings.tasks) <= set(manager.all_tasks):
-        manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=True)
+        manager = _manager(*inputs, built_in=True)
     tasks = {}
     for name in settings.tasks:
         if name not in manager.all_tasks:
             # `did_you_mean` would list all of the thousands of names if none is close.
             hint = f" Did you mean {close!r}?" if (close := closest(name, manager.all_tasks)) else ""
             raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
-        tasks |= _load(manager, name)
+        if not ruler.is_task(name):
+            tasks |= _load(manager, name)
+            continue
+        with ruler.prompts(tokenizer, settings.ruler_path):
+            if name in ("ruler", "ruler_vt"):
+                ruler.check_vt(tokenizer, settings.ruler_lengths)
+            try:
+                tasks |= _load(manager, name)
+            except UserError:
+                raise
+            except ValueError as error:  # A length has no room for a prompt.
+                raise UserError(f"eval.harness.tasks: {name!r}: {error}") from error
     return manager, tasks
 
 
 @functools.cache
-def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, built_in: bool) -> Any:
+def _manager(
+    data_path: str | None,
+    include_path: str | None,
+    num_fewshot: int | None,
+    ruler_lengths: tuple[int, ...],
+    *,
+    built_in: bool,
+) -> Any:
     """Return lm-eval's task manager. With `built_in`, the index of its own tasks takes half a minute to load."""
+    from lm_eval import tasks
     from lm_eval.tasks import TaskManager
 
     folders = [] if data_path is None else [LOCAL_TASKS]
     folders += [] if include_path is None else [Path(include_path)]
-    metadata = None if data_path is None else {"data_path": data_path, "num_fewshot": num_fewshot or 0}
-    return TaskManager(include_path=folders, include_defaults=built_in, metadata=metadata)
+    folders += [Path(tasks.__path__[0]) / "ruler"] if ruler_lengths and not built_in else []
+    metadata = ruler.metadata(ruler_lengths) if ruler_lengths else {}
+    metadata |= {} if data_path is None else {"data_path": data_path, "num_fewshot": num_fewshot or 0}
+    return TaskManager(include_path=folders, include_defaults=built_in, metadata=metadata or None)
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
@@ -96,6 +122,8 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise UserError(f"eval.harness.tasks: {name!r} runs code of the model or needs images; remove the task")
+        if ruler.is_task(name) and not all(row["outputs"] for row in task.test_docs()):
+            raise UserError(f"eval.harness.tasks: {name!r} has no room for its words; give a larger ruler_lengths")
     groups = loaded["groups"]
     return {name: groups[name]} if name in groups else loaded["tasks"]
 
@@ -170,14 +198,15 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Number]:
     numbers = {}
     for name, value in values.items():
         metric, comma, filter_ = name.partition(",")
-        if comma and isinstance(value, int | float | np.number):
+        # RULER's numbers have the length as their name, and -1 for lengths without prompts.
+        if comma and isinstance(value, int | float | np.number) and not (metric.isdigit() and value == -1):
             numbers[metric if filter_ == "none" else f"{metric}_{filter_}"] = Number(value, *_said_of(metric))
     return numbers
 
 
 def _said_of(metric: str) -> tuple[str, Better]:
     """Return unit and better direction of a metric of lm-eval. Further metrics than these have neither."""
-    if metric.removesuffix("_stderr").endswith(("acc", "acc_norm", "exact_match", "f1")):
+    if metric.isdigit() or metric.removesuffix("_stderr").endswith(("acc", "acc_norm", "exact_match", "f1")):
         return "share", None if metric.endswith("_stderr") else "higher"
     if metric.endswith("bits_per_byte"):
         return "bits per byte", "lower"
@@ -186,7 +215,7 @@ def _said_of(metric: str) -> tuple[str, Better]:
 
 SUITE = Suite(
     evaluate=evaluate,
-    check=lambda run: load_tasks(run.config.eval.harness),
+    check=lambda run: load_tasks(run.config.eval.harness, run.tokenizer),
     revision=2,
     title="Tasks of lm-eval",
     explanation="Share of multiple-choice questions in which the right choice is the most likely.",
