@@ -5,12 +5,13 @@
 
 XLA and ptxas compile the kernels for an H200 that is not attached (jax-cuda13-plugin, ptxas on the PATH), and nvdisasm
 prints their machine code (SASS) with its stall counts and scoreboards. The script counts the instructions of the main
-loops, which a warpgroup runs once per pair of a query tile and a key tile. It leaves out the branch that masks tiles on
-the diagonal.
+loops, which a warpgroup runs once per pair of a query tile and a key tile. It leaves out two branches: one masks tiles
+on the diagonal, and one rescales the output after the maximum of a row has grown.
 
 The floors of a kernel are the clocks per pair of tiles that one unit of an SM is busy. The largest floor bounds the
 kernel. "alone" is the time of one loop iteration if no other warpgroup uses the SM: instructions issue in order after
-their stall counts and scoreboards, matrix products run one after another, and barriers are always open.
+their stall counts and scoreboards, matrix products run one after another, and barriers are always open. "model" is the
+time of `benchmarks/gpu_model.py` for all warpgroups together. Its milliseconds include the starts and ends of CTAs.
 
 For each kernel, the script prints the counts of its main loops, and then its floors in clocks and in milliseconds.
 """
@@ -36,26 +37,23 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402, F401 - It overwrites MOSAIC_GPU_CUDA_ROOT.
 
+from benchmarks import gpu_model  # noqa: E402
 from difftx.kernels import pallas_gpu  # noqa: E402
-from difftx.kernels.pallas_gpu_tiles import GROUPS, TILE  # noqa: E402
+from difftx.kernels.pallas_gpu_backward import dkv_stages  # noqa: E402
+from difftx.kernels.pallas_gpu_tiles import GROUPS, STAGES, TILE  # noqa: E402
 from difftx.launch.topology import find_devices, parse_topology  # noqa: E402
 
 BATCH = 4
 TOKENS = 4096
 HEADS = 12
-SMS = 132  # Streaming multiprocessors of an H100 or H200.
-# An assumption, as in benchmarks/records/2026-11-23_gpu_sass.md, because the clock under load was not measured.
-# NVIDIA's peak FLOP/s correspond to 1.83 GHz, and the largest clock is 1.98 GHz.
-CLOCK_HZ = 1.755e9
 MMA_PER_CLOCK = 2048  # Multiply-adds in bfloat16 of an SM: 989.4 TFLOP/s at 132 SMs and 1.83 GHz, NVIDIA's H100 SXM.
-SHARED_BYTES_PER_CLOCK = 128
 MUFU_CLOCKS = 8  # Clocks of an instruction of a warp: each of the 4 partitions of an SM computes 4 lanes per clock.
-L2_BYTES_PER_S = 6.65e12  # Measured on an H100: openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc.
 # Estimates of clocks from issue to result of instructions that set a scoreboard. Operands are in the SM or in L2.
 LATENCY = {"MUFU": 22, "SHFL": 24, "LDS": 30, "LD": 260, "LDG": 260}
 OTHER_LATENCY = 20
 HGMMA_LATENCY = 32  # From the last product of a group to the end of the wait for it.
 
+MODELS = {"difftx_forward": gpu_model.forward, "difftx_dkv": gpu_model.dkv, "difftx_dq": gpu_model.dq}
 # The number of warpgroups that run each main loop, in the order of the code.
 LOOPS = {
     "difftx_forward": {"softmax": GROUPS, "loads": 1},
@@ -149,46 +147,53 @@ def main_loops(instructions, labels):
     with_products = [body for body in bodies if any(x.product for x in instructions[slice(*body)])]
     with_loads = [body for body in bodies if any(x.name == "UTMALDG" for x in instructions[slice(*body)])]
     loops = with_products if len(with_products) > 1 else with_products + with_loads
-    return [_without_masks(instructions, labels, *loop) for loop in loops]
+    return [_without_rare_branches(instructions, labels, *loop) for loop in loops]
 
 
-def _without_masks(instructions, labels, start, end):
-    """Return the instructions from `start` to before `end`, without the branch that masks a tile on the diagonal."""
+def _without_rare_branches(instructions, labels, start, end):
+    """Return the instructions from `start` to before `end`, without the branches that few tiles take."""
     body, i = [], start
     while i < end:
         body.append(instructions[i])
         after = labels.get(instructions[i].label, -1)
         skipped = instructions[i + 1 : after] if i < after < end else ()
-        # Only the mask loads from global memory and selects.
-        i = after if {"LD", "FSEL"} <= {x.name for x in skipped} else i + 1
+        # Only the mask loads from global memory and selects. Only rescaling multiplies all of an accumulator.
+        names = collections.Counter(x.name for x in skipped)
+        i = after if {"LD", "FSEL"} <= names.keys() or names["FMUL"] >= TILE // 2 else i + 1
     return body
 
 
-def clocks_alone(body, iterations=40):
-    """Return the clocks of one iteration of a warpgroup (one warp in each partition) that has the SM to itself."""
+def clocks_alone(body, *, iterations=40, multiplies=True):
+    """Return the clocks of one iteration of a warpgroup (one warp in each partition) that has the SM to itself.
+
+    The second result holds the clocks from the start of an iteration to the end of each of its waits for products. If
+    `multiplies` is false, products take no time.
+    """
     released = collections.defaultdict(int)  # Scoreboard -> clock.
     groups = []  # Clocks at which committed groups of matrix products finish.
     clock = tensor_free = mufu_free = 0
-    starts = []  # Clocks at which iterations start.
+    starts, waits = [], []  # Clocks at which iterations start, and at which the waits of the last one end.
     for _ in range(iterations):
         starts.append(clock)
+        waits.clear()
         for x in body:
             clock = max([clock, *(released[s] for s in x.waits)])
             result = clock + LATENCY.get(x.name, OTHER_LATENCY)
             if x.product:
-                tensor_free = max(clock, tensor_free) + x.tensor_clocks
+                tensor_free = max(clock, tensor_free) + x.tensor_clocks * multiplies
                 if "gsb" in x.operands:
-                    groups.append(tensor_free + HGMMA_LATENCY)
+                    groups.append(tensor_free + HGMMA_LATENCY * multiplies)
             elif x.opcode == "WARPGROUP.DEPBAR.LE":
                 left = int(x.operands.split(",")[1], 16)
                 clock = max([clock, *groups[: len(groups) - left]])
+                waits.append(clock - starts[-1])
             elif x.name == "MUFU":
                 result = max(clock, mufu_free) + LATENCY["MUFU"]
                 mufu_free = max(clock, mufu_free) + MUFU_CLOCKS
             for scoreboard in x.sets:
                 released[scoreboard] = max(released[scoreboard], result)
             clock += x.stall
-    return (starts[-1] - starts[9]) / (iterations - 10)  # Without the first iterations.
+    return (starts[-1] - starts[9]) / (iterations - 10), waits  # Without the first iterations.
 
 
 def print_kernel(name, width):
@@ -200,16 +205,27 @@ def print_kernel(name, width):
     # Q, K or V tiles of one step: two tiles of width d and one of width 2d, in bfloat16.
     loaded = TILE * 4 * width * 2
     busy = collections.defaultdict(float)
-    busy["L2"] = loaded * SMS / L2_BYTES_PER_S * CLOCK_HZ
-    busy["shared memory"] = loaded / SHARED_BYTES_PER_CLOCK
+    busy["L2"] = loaded / gpu_model.L2_BYTES_PER_CLOCK / (pallas_gpu.PAIR if name == "difftx_forward" else 1)
+    busy["shared memory"] = loaded / gpu_model.SHARED_BYTES_PER_CLOCK
+    computed = []  # Clocks per iteration that loops compute.
     for (loop, warpgroups), body in zip(LOOPS[name].items(), bodies, strict=True):
         count = collections.Counter(x.name for x in body)
-        busy["tensor"] += warpgroups * sum(x.tensor_clocks for x in body)
-        busy["shared memory"] += warpgroups * sum(x.shared_bytes for x in body) / SHARED_BYTES_PER_CLOCK
+        tensor = sum(x.tensor_clocks for x in body)
+        busy["tensor"] += warpgroups * tensor
+        busy["shared memory"] += warpgroups * sum(x.shared_bytes for x in body) / gpu_model.SHARED_BYTES_PER_CLOCK
         busy["exp2"] += warpgroups * MUFU_CLOCKS * count["MUFU"]
         busy["issue"] += warpgroups * len(body)
-        busy[f"alone, {loop}"] = clocks_alone(body)
+        alone, _ = clocks_alone(body)
+        busy[f"alone, {loop}"] = alone
+        clocks, waits = clocks_alone(body, multiplies=False)
+        if name == "difftx_forward" and waits:  # Between its two waits, it computes while P·V is in flight.
+            computed = [waits[1] - waits[0], clocks - (waits[1] - waits[0])]
+        elif tensor:
+            computed.append(alone - tensor)
         print_loop(loop, warpgroups, body)
+    print(f"  computed clocks: {', '.join(f'{x:.0f}' for x in computed)}")
+    stages = {"difftx_forward": pallas_gpu.STAGES, "difftx_dkv": dkv_stages(width), "difftx_dq": STAGES}[name]
+    busy["model"] = gpu_model.clocks_per_step(MODELS[name](width, *computed, stages=stages), loaded=loaded)
     return busy
 
 
@@ -259,12 +275,12 @@ def main():
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(nvdisasm).parents[1])
     compile_kernels(width)
     floors = {name: print_kernel(name, width) for name in LOOPS}
-    tiles = TOKENS // TILE
-    steps = BATCH * HEADS * tiles * (tiles + 1) // 2 / SMS
+    shape = gpu_model.Shape(batch=BATCH, heads=HEADS, tokens=TOKENS)
     print(f"\nD = {width}, clocks per pair of tiles, and ms at B = {BATCH}, T = {TOKENS}, H = {HEADS}, causal:")
     for name, busy in floors.items():
         for unit, clocks in busy.items():
-            print(f"  {name:15s} {unit:18s} {clocks:7.0f} {clocks * steps / CLOCK_HZ * 1e3:8.2f} ms")
+            ms = shape.milliseconds(clocks, ctas=unit == "model")
+            print(f"  {name:15s} {unit:18s} {clocks:7.0f} {ms:8.2f} ms")
 
 
 if __name__ == "__main__":

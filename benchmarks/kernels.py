@@ -1,12 +1,14 @@
 """Speed of the differential attention kernels, compared with the matched Transformer's attention and an ideal time.
 
 python benchmarks/kernels.py [--batch=4] [--heads=12] [--widths=128] [--lengths=4096] [--rounds=9]
+    [--only=NAME,…]
 
 For each shape, the table shows the ideal time ("floor") and the measured times of forward, backward and both, as
 medians over interleaved rounds in one process. It also shows the executed TFLOP/s and the ratios to the floor and to
 the Transformer. The floor is the time for the matrix FLOPs or for the bytes, whichever is longer, at the rates of a
 large matrix product and a large copy, which the benchmark measures first. A kernel that cannot run on the device is
-listed with the reason.
+listed with the reason. --only selects implementations, and may name a Pallas kernel of another platform, which is then
+interpreted.
 
 Shapes: B = batch rows, T = tokens per row, H = differential heads, G = 2 groups of queries and keys, d = their width,
 E = 2d, the width of values.
@@ -70,15 +72,19 @@ def transformer_attention(q_BTHGd: jax.Array, k_BTHGd: jax.Array, v_BTHE: jax.Ar
     return kernels.attention(q, k, v).reshape(B, T, H, G * d)
 
 
-def contestants() -> dict[str, Callable[..., jax.Array]]:
-    """Return name → function that computes the attention; it raises ValueError where it cannot run."""
+def contestants(only: list[str] | None) -> dict[str, Callable[..., jax.Array]]:
+    """Return name → function that computes the attention; it raises ValueError where it cannot run.
+
+    `only` are names, or None for all that the platform compiles.
+    """
     named = {
-        # Pallas kernels of other platforms are excluded: they would run in the interpreter.
+        # Pallas kernels of other platforms would run in the interpreter.
         name: functools.partial(kernels.diff_attention, implementation=name)  # pyrefly: ignore[bad-argument-type]
         for name, backend in kernels.BACKENDS["diff_attention"].items()
-        if backend.auto and backend.platform in (None, target.platform())
+        if (name in only if only else backend.auto and backend.platform in (None, target.platform()))
     }
-    return named | {"four calls": four_calls, "transformer": transformer_attention}
+    others = {"four calls": four_calls, "transformer": transformer_attention}
+    return named | {name: function for name, function in others.items() if not only or name in only}
 
 
 class Program(NamedTuple):
@@ -162,11 +168,11 @@ class Shape:
 type Seconds = dict[str, dict[str, list[float]]]  # Implementation → "forward" or "both" → seconds of each round.
 
 
-def measure(shape: Shape, rounds: int) -> tuple[Seconds, dict[str, str]]:
+def measure(shape: Shape, rounds: int, only: list[str] | None) -> tuple[Seconds, dict[str, str]]:
     """Return the measured seconds, and implementation → reason for those that cannot run on the device."""
     arguments = shape.arrays()
     programs, refused = {}, {}
-    for name, attention in contestants().items():
+    for name, attention in contestants(only).items():
         try:
             programs[name] = programs_of(attention, arguments)
         except (ValueError, jax.errors.JaxRuntimeError) as error:  # Unsupported shapes, or too little memory.
@@ -208,6 +214,7 @@ def main() -> None:
     parser.add_argument("--widths", default="128", help="widths d, such as 64,96,128")
     parser.add_argument("--lengths", default="4096", help="tokens per row, such as 1024,4096,65536")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", help="implementations, such as pallas_gpu,transformer")
     args = parser.parse_args()
     console = rich.console.Console(width=120)
     rates = measure_rates()
@@ -218,7 +225,7 @@ def main() -> None:
         for length in lengths:
             batch = max(1, args.batch * lengths[0] // length)
             shape = Shape(batch=batch, heads=args.heads, width=width, length=length)
-            seconds, refused = measure(shape, args.rounds)
+            seconds, refused = measure(shape, args.rounds, args.only and args.only.split(","))
             console.print(shape_table(shape, rates, args.rounds, seconds))
             for name, reason in refused.items():
                 console.print(f"{name}: cannot run here: {reason}", markup=False, highlight=False)

@@ -24,7 +24,7 @@ _MODULES = {
 }
 __all__ = list(_MODULES)
 
-# setup.py installs the top-level folder configs/ as `difftx.configs`. In a clone that folder is next to this package.
+# The wheel has the top-level folder configs/ as `difftx.configs`. In a clone that folder is next to this package.
 if not (Path(__file__).parent / "configs").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 

@@ -4,12 +4,13 @@
 
 The models have 0.15M parameters. The questions:
 
-1. Norm, gain or subtraction: which part of differential attention changes the loss on novels, or helps to solve recall?
+1. Norm, gain or second attention map: which part of differential attention changes the loss on novels, or helps on
+   recall?
 2. Does the need for a long warm-up depend on the model and on the optimizer?
 3. Does another λ (bounded, slower or decayed) change the loss?
 4. Do the differences between architectures change with the size of the model and the number of tokens? Some of these
    models have 0.43M parameters.
-6. Does the subtraction help more if recall has more distractors?
+6. Does the second attention map help more if recall has more distractors?
 
 Question 5, Transformers made differential, is in studies/differential_study.py. Question 7, 10M to 160M parameters,
 needs a GPU (`benchmarks/gpu.sh small`). Some questions have several parts; `QUESTIONS` explains the key of each.
@@ -74,7 +75,7 @@ class Cell(NamedTuple):
         return f"{self.task}-{self.arm}{changes}{'-again' if self.seeds == SEEDS_AGAIN else ''}{shared}"
 
 
-# Arms of question 1: with and without the subtraction, and with a norm, a gain or neither.
+# Arms of question 1: with and without the second attention map, and with a norm, a gain or neither.
 NORM_OR_GAIN_ARMS = (
     "transformer",
     "transformer-gain",

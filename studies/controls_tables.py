@@ -197,13 +197,15 @@ def verdict(mean: float, corrected: float, contrast: Contrast) -> str:
 def family_table(records: Sequence[Record], family: str, number: str = TEST_LOSS) -> str:
     """Return a table with a row for each contrast of a family."""
     rows = [
-        [contrast.title, contrast.effect, signed(value), p_text(p), verdict(value.mean, p, contrast)]
-        for contrast, (value, p) in _family_results(records, family, number).items()
+        [contrast.title, contrast.effect, signed(value), p_text(p), marked(verdict(value.mean, p, contrast), p)]
+        for contrast, (value, p) in family_results(records, family, number).items()
     ]
     return markdown(["contrast", "effect", "bits per byte", "p, corrected", "verdict"], rows)
 
 
-def _family_results(records: Sequence[Record], family: str, number: str) -> dict[Contrast, tuple[Estimate, float]]:
+def family_results(
+    records: Sequence[Record], family: str, number: str = TEST_LOSS
+) -> dict[Contrast, tuple[Estimate, float]]:
     """Return contrast → mean with its interval, and corrected p-value, of a family."""
     contrasts = FAMILIES[family]
     results = tested([contrast_values(records, contrast, number) for contrast in contrasts])
@@ -220,14 +222,14 @@ def _among(family: str, words: Sequence[str]) -> Contrast:
 
 def verdicts_text(records: Sequence[Record], family: str, number: str = TEST_LOSS) -> str:
     """Return the different verdicts on the contrasts of a family, such as "open" or "open, worse"."""
-    results = _family_results(records, family, number).items()
+    results = family_results(records, family, number).items()
     return ", ".join(sorted({verdict(value.mean, p, contrast) for contrast, (value, p) in results}))
 
 
 def verdict_text(records: Sequence[Record], family: str, *words: str, number: str = TEST_LOSS) -> str:
     """Return the verdict on a contrast of a family, named by its two cells or by its effect."""
     contrast = _among(family, words)
-    value, p = _family_results(records, family, number)[contrast]
+    value, p = family_results(records, family, number)[contrast]
     return marked(verdict(value.mean, p, contrast), p)
 
 

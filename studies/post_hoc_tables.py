@@ -7,6 +7,9 @@ loss of the test text. D' is read from the Transformer's curve E + B · D^-b. Th
 smallest models determine E, B and b. Larger models have two lengths, which determine their E and B; b is that of the
 smallest models. All losses are means over seeds. Intervals are 95 % jackknife intervals of log2 of the worth. The
 jackknife leaves out each seed in turn, for the curve too, so that the intervals contain the noise of the curve.
+
+The worth of a difference of two arms, of which neither need be the Transformer, is D'/D too: at D tokens the curve has
+a loss, and at D' tokens that loss plus the difference. Its interval is that of the difference, read from the curve.
 """
 
 import itertools
@@ -33,10 +36,13 @@ from studies.controls_tables import (
     cell_numbers_by_seed,
     cell_of,
     contrast_values,
+    family_results,
     holm,
+    marked,
     named_cell,
     p_text,
     p_value,
+    verdict,
     versus,
 )
 from studies.size_tables import SECOND_MAP, SMALLEST, differences_by_length, step_ratio
@@ -55,6 +61,10 @@ class LossCurve(NamedTuple):
     floor: float
     scale: float
     exponent: float
+
+    def loss(self, tokens: float) -> float:
+        """Return the loss of the curve after a number of tokens, in millions."""
+        return self.floor + self.scale * tokens**-self.exponent
 
     def tokens(self, loss: float) -> float:
         """Return the number of tokens, in millions, with which the curve has a loss."""
@@ -143,8 +153,7 @@ def worth_interval(of: Estimate) -> tuple[float, float, float]:
     return 2**of.mean, 2 ** (of.mean - half_width), 2 ** (of.mean + half_width)
 
 
-def _worth_text(of: Estimate) -> str:
-    worth, low, high = worth_interval(of)
+def _worth_text(worth: float, low: float, high: float) -> str:
     # Two decimals could hide whether the interval contains 1.
     decimals = 3 if "1.00" in (f"{low:.2f}", f"{high:.2f}") else 2
     return f"{worth:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f})"
@@ -157,10 +166,26 @@ def worth_table(records: Sequence[Record]) -> str:
         parameters = next(r["parameters"] for r in records if (r["task"], r["arm"]) == (task, REFERENCE))
         header += [f"{parameters / 1e6:.2f}M, {tokens}" for tokens in lengths]
     rows = [
-        [f"`{arm}`", *(_worth_text(of) for task in LENGTHS for of in log_worth_estimates(records, task, arm))]
+        [
+            f"`{arm}`",
+            *(_worth_text(*worth_interval(of)) for task in LENGTHS for of in log_worth_estimates(records, task, arm)),
+        ]
         for arm in WORTH_ARMS
     ]
     return markdown(header, rows)
+
+
+def worth_family_table(records: Sequence[Record], family: str) -> str:
+    """Return a table of a family's contrasts on novels, each with the worth of its difference in the place of p."""
+    curve = curve_through(mean_losses(records, SMALLEST)[REFERENCE])
+    rows = []
+    for contrast, (value, p) in family_results(records, family).items():
+        tokens = next(r["tokens"] for r in records if cell_of(r) == contrast.plus[0]) / 1e6
+        ends = (value.mean, value.mean + (value.half_width or 0), value.mean - (value.half_width or 0))
+        worth = _worth_text(*(curve.tokens(curve.loss(tokens) + difference) / tokens for difference in ends))
+        found = marked(verdict(value.mean, p, contrast), p)
+        rows.append([contrast.title, contrast.effect, signed(value), worth, found])
+    return markdown(["contrast", "what differs", "bits per byte", "worth", "verdict"], rows)
 
 
 def _log_worth(records: Sequence[Record], task: str, arm: str, tokens: str) -> float:
@@ -191,7 +216,7 @@ def _log_advantages(records: Sequence[Record], without: int | None, method: str 
 def advantage_text(records: Sequence[Record], tokens: str) -> str:
     """Return how many tokens of `zero-norm` a token of `diff` is worth, with its interval."""
     i = [*LENGTHS[SMALLEST]].index(int(tokens))
-    return _worth_text(jackknife(lambda seed: _log_advantages(records, seed)[i]))
+    return _worth_text(*worth_interval(jackknife(lambda seed: _log_advantages(records, seed)[i])))
 
 
 def _slope(values: Sequence[float]) -> float:
@@ -224,7 +249,7 @@ def parameters_buy_text(records: Sequence[Record], factor: str) -> str:
         next(r["parameters"] for r in records if (r["task"], r["arm"]) == (task, REFERENCE)) for task in LENGTHS
     )
     share = np.log(float(factor)) / np.log(second / first)
-    gains = [share * (curve.floor + curve.scale * tokens**-curve.exponent - loss) for tokens, loss in large.items()]
+    gains = [share * (curve.loss(tokens) - loss) for tokens, loss in large.items()]
     return " to ".join(dict.fromkeys(f"{gain:.3f}" for gain in (min(gains), max(gains))))
 
 
@@ -321,6 +346,7 @@ def welch_p_text(records: Sequence[Record], family: str, arm: str, reference: st
 
 PLACEHOLDERS = {
     "worth_table": worth_table,
+    "worth_family": worth_family_table,
     "worth": worth_text,
     "more_tokens": more_tokens_text,
     "worth_per_time": worth_per_time_text,

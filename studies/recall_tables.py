@@ -131,7 +131,7 @@ def ratio_contrast_text(records: Sequence[Record], cell: str, reference: str, nu
     return signed(estimate([own[seed] - other[seed] for seed in own]))
 
 
-# ── Question 6: does the subtraction help more among more distractors? ──
+# ── Question 6: does the second attention map help more among more distractors? ──
 
 FEWEST = next(iter(DISTRACTORS))  # Task with the fewest distractors, 15.
 SECOND_MAPS = (versus("diff", "zero-norm", "with the norm"), versus("diff-gain", "zero-gain", "with a gain"))
@@ -156,7 +156,7 @@ def noise_growth(records: Sequence[Record], contrast: Contrast, task: str) -> li
 
 
 def helps_against_noise(records: Sequence[Record], contrast: Contrast, task: str) -> bool:
-    """Return whether the arm with the subtraction solves more runs of a task, and its lead in accuracy has grown."""
+    """Return whether the arm with the second map solves more runs of a task, and its lead in accuracy has grown."""
     on_task = [r for r in records if r["task"] == task]
     with_subtraction, without = (sum(cell_outcomes(on_task, cell)) for cell in contrast.pair)
     growth = estimate(noise_growth(records, contrast, task))
@@ -164,7 +164,7 @@ def helps_against_noise(records: Sequence[Record], contrast: Contrast, task: str
 
 
 def noise_table(records: Sequence[Record]) -> str:
-    """Return a table of the subtraction's contrasts by the number of distractors."""
+    """Return a table of the second map's contrasts by the number of distractors."""
     rows = []
     tasks = [task for task in DISTRACTORS if any(r["task"] == task for r in records)]
     for contrast in SECOND_MAPS:

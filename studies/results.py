@@ -1,9 +1,9 @@
-"""Generator of docs/results.md and docs/exploratory.md, which takes every number on them from run directories.
+"""Generator of the pages of results in docs/, which takes every number on them from run directories.
 
 python studies/results.py collect --study=arms runs/study/arms-books runs/study/arms-recall
     reads the sweeps in these folders and replaces the study's runs in docs/results.json by them
 python studies/results.py render
-    writes both pages and their figures from docs/results.json and the templates of the pages, and the part of README.md
+    writes the pages and their figures from docs/results.json and the templates of the pages, and the part of README.md
     between the markers from studies/results_summary.md
 python studies/results.py compare --study=question-1-novels+question-1-recall runs/reproduce/*
     compares new runs with those of one or several studies in docs/results.json: on recall the number of solved runs, on
@@ -52,7 +52,6 @@ from studies.results_figures import (
     draw_caches,
     draw_family,
     draw_optimizers,
-    draw_sizes,
     draw_solved,
     draw_transfer,
     draw_warmup,
@@ -72,7 +71,8 @@ from studies.study_records import (
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTED = ROOT / "docs" / "results.json"
 PAGES = {  # Template → page.
-    ROOT / "studies" / f"{name}_template.md": ROOT / "docs" / f"{name}.md" for name in ("results", "exploratory")
+    ROOT / "studies" / f"{name}_template.md": ROOT / "docs" / f"{name}.md"
+    for name in ("results", "results_appendix", "exploratory")
 }
 SUMMARY = ROOT / "studies" / "results_summary.md"
 README = ROOT / "README.md"
@@ -289,7 +289,7 @@ def _names(collected: Mapping[str, Sequence[Record]], studies: str) -> list[str]
 
 
 def write_pages(collected: Mapping[str, Sequence[Record]]) -> None:
-    """Write both pages, their figures, and the generated part of README.md."""
+    """Write the pages, their figures, and the generated part of README.md."""
     for template, page in PAGES.items():
         write_atomically(page, render(collected, template.read_text()))
     write_atomically(README, with_summary(README.read_text(), collected))
@@ -299,7 +299,7 @@ def write_pages(collected: Mapping[str, Sequence[Record]]) -> None:
 
 
 def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None:
-    """Write the figures of both pages in the current style; `suffix` is the end of their names, a key of `SCHEMES`."""
+    """Write the figures of the pages in the current style; `suffix` is the end of their names, a key of `SCHEMES`."""
 
     def path(name: str) -> Path:
         return IMAGES / f"{name}{suffix}"
@@ -307,14 +307,12 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
     on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
     recipe = toy.get_config("books-diff")
     draw_family(collected["question-1-again"], "again", path("results_again"))
-    draw_solved(collected["question-1-recall"], path("results_solved"))
     draw_family(
         joined(collected, "question-1-novels+question-2"), "warmup", path("results_optimizer_family"), by_effect=True
     )
     draw_family(joined(collected, "question-1-novels+question-3-novels"), "lambda", path("results_lambda"))
     draw_family(collected["question-5"], "differential", path("results_conversion"))
     draw_solved([record for record in on_recall if record["arm"] in AGAINST_NOISE], path("results_noise"))
-    draw_sizes(collected["question-4"], path("results_sizes"))
     draw_worth(collected["question-4"], path("results_worth"))
     draw_arms(collected["arms"], path("results"))
     draw_arms(collected["differential"], path("results_differential"))

@@ -24,7 +24,6 @@ from studies.exploratory_tables import TASK_COLUMNS
 from studies.optimizer_study import OPTIMIZERS, WARMUPS, Cell, cells
 from studies.optimizer_tables import TITLES, runs_of
 from studies.post_hoc_tables import log_worth_estimates, worth_interval
-from studies.size_tables import PAIRS, differences_by_length
 from studies.study_records import (
     BIMODAL_TASKS,
     CACHE_SIZE_PREFIX,
@@ -122,29 +121,6 @@ def draw_solved(records: Sequence[Record], path: Path) -> None:
         axes.set_xlim(*ACCURACY_LIMITS)
         title = f"{controls.DISTRACTORS[task]} distractors"
         label_axes(axes, {"title": title, "x_label": "accuracy, one key asked for", "y_label": ""})
-    save_figure(figure, path)
-
-
-def draw_sizes(records: Sequence[Record], path: Path) -> None:
-    """Draw the differences of pairs of arms against the tokens per parameter, with a panel per size of question 4."""
-    tasks = [task for task in LENGTHS if any(r["task"] == task for r in records)]
-    figure = matplotlib.figure.Figure(figsize=(4 + 4 * len(tasks), 4), layout="constrained")
-    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-    for axes, task in zip(panels, tasks, strict=True):
-        axes.axhline(0, color=COLOURS[-1], linewidth=1)
-        for index, (arm, reference) in enumerate(PAIRS):
-            if not (differences := differences_by_length(records, task, arm, reference)):
-                continue
-            values = [estimate([*by_seed.values()]) for by_seed in differences.values()]
-            # The pairs are side by side, so that their intervals do not cover each other.
-            x = [tokens * 1.05 ** (index - (len(PAIRS) - 1) / 2) for tokens in differences]
-            _draw_line(axes, x, values, color=COLOURS[index], label=f"{arm} − {reference}")
-        parameters = max(r["parameters"] for r in records if r["task"] == task and r["arm"] == REFERENCE)
-        labels = {"title": f"{parameters / 1e6:.2f}M parameters", "x_label": "tokens per parameter"}
-        label_axes(axes, labels | {"y_label": "difference in bits per byte", "log_x": True})
-        axes.set_xticks([*LENGTHS[task]], [str(tokens) for tokens in LENGTHS[task]])
-        axes.minorticks_off()
-    add_legend(panels[0])  # All pairs have runs of the smallest models.
     save_figure(figure, path)
 
 

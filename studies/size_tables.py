@@ -81,11 +81,6 @@ def sizes_table(records: Sequence[Record], task: str) -> str:
     return markdown(["tokens per parameter", "tokens", f"`{REFERENCE}`", *pairs], rows) + provenance(records)
 
 
-def size_difference_text(records: Sequence[Record], task: str, arm: str, tokens: str) -> str:
-    """Return an arm's difference from the Transformer after `tokens` per parameter, with its interval."""
-    return signed(estimate([*differences_by_length(records, task, arm)[int(tokens)].values()]))
-
-
 def size_rates_table(records: Sequence[Record], task: str) -> str:
     """Return a table of the learning rates of a size: a row for each length, and a column for each arm."""
     return _lengths_table(records, task, lambda runs: f"{runs[-1]['learning_rate']:g}")
@@ -193,7 +188,8 @@ def _differences_and_slopes(differences: Mapping[tuple[str, str], Differences], 
 def _size_contrasts_table(family: Sequence[SizeContrast]) -> str:
     rows = []
     for contrast, (value, p) in zip(family, tested([contrast.values for contrast in family]), strict=True):
-        rows.append([contrast.title, contrast.measured, signed(value), p_text(p), _verdict(contrast, value, p)])
+        verdict = marked(_verdict(contrast, value, p), p)
+        rows.append([contrast.title, contrast.measured, signed(value), p_text(p), verdict])
     return markdown(["contrast", "at", "bits per byte", "p, corrected", "verdict"], rows)
 
 
@@ -237,7 +233,6 @@ def sizes_later_table(records: Sequence[Record], task: str) -> str:
 
 PLACEHOLDERS = {
     "sizes": sizes_table,
-    "size_difference": size_difference_text,
     "size_seconds": size_seconds_table,
     "step_times": step_times_table,
     "step_time": step_time_text,

@@ -1,6 +1,7 @@
 """benchmarks/gpu.sh with programs that only print their arguments, in place of programs that require a GPU."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from conftest import ROOT, TINY
 PROGRAMS = {
     "nvidia-smi": "echo NVIDIA TEST, 1.0, 1980 MHz",
     "compute-sanitizer": 'echo sanitizer "$@"',
+    "ncu": 'echo ncu "$@"',
     # The sweep is interrupted once, and the tests of the kernels fail.
     "python": """echo python "$@"
 case "$*" in
@@ -18,7 +20,12 @@ case "$*" in
 *tests/device*) exit 1 ;;
 esac""",
 }
-PIECES = ["doctor", "kernels", "long", "racecheck", "throughput", "small"]
+PIECES = {
+    name: int(seconds)
+    for name, seconds in re.findall(
+        r"(\w+):(\d+)", re.search(r"^PIECES=\((.*)\)$", (ROOT / "benchmarks/gpu.sh").read_text(), re.MULTILINE)[1]
+    )
+}
 
 
 @pytest.fixture
@@ -39,20 +46,31 @@ def gpu_sh(tmp_path):
     return call
 
 
-def test_all_continues_where_the_last_call_ended(gpu_sh):
+def test_all_runs_each_piece_once_and_continues_after_a_failure(gpu_sh):
     code, records = gpu_sh("all")
-    assert code == 75  # The sweep was interrupted, and has no record.
-    assert sorted(records) == sorted(PIECES[:-1])
-    assert "NVIDIA TEST, 1.0" in records["doctor"]
-    assert "python -m difftx doctor --config=configs/diff_3b.py:diff" in records["doctor"]
-    assert "Exit code 0." in records["doctor"]
-    assert "Exit code 1." in records["kernels"]
-    assert "benchmarks/kernels.py" not in records["kernels"]  # Wrong kernels are not timed.
-    assert "sanitizer --tool racecheck" in records["racecheck"]
-    code, records = gpu_sh("all")
-    assert code == 0
+    assert code == 1  # The tests of the kernels failed.
     assert sorted(records) == sorted(PIECES)
-    assert "difftx sweep --config=configs/small.py --grid size=10m,20m" in records["small"]
+    assert "NVIDIA TEST, 1.0" in records["doctor"]
+    assert "SM clock" in records["kernels"]
+    assert "python -m difftx doctor --config=configs/diff_3b.py:diff" in records["doctor"]
+    assert "Exit code 0 after" in records["doctor"]
+    assert "Exit code 1 after" in records["tests"]
+    assert "python benchmarks/kernels.py" in records["kernels"]
+    assert "sanitizer --tool racecheck" in records["racecheck"]
+    assert "ncu --clock-control none" in records["ncu"]
+    assert gpu_sh("all")[0] == 0  # Each piece has a record of this commit.
+
+
+def test_three_calls_suffice():
+    """Count the calls as the script does, if each piece takes all of its time."""
+    left, calls = dict(PIECES), 0
+    while left:
+        calls, free = calls + 1, 580
+        for name, seconds in list(left.items()):
+            if seconds <= free:
+                free -= left.pop(name)
+    assert calls == 3
+    assert max(PIECES.values()) < 580
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The wheel of difftx. Building it requires setuptools, which is in the extra "test"."""
+"""The wheel of difftx. Building it requires hatchling, which is in the extra "test"."""
 
 import email
 import importlib.metadata
@@ -17,18 +17,25 @@ import difftx
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Build the wheel of a copy of the source tree, where the build may write."""
-    source = tmp_path_factory.mktemp("source")
+def build(source):
+    """Build the wheel of a copy of the source tree, where the build may write, in a new folder."""
     for name in ("difftx", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "."]
     subprocess.run(command, cwd=source, check=True, timeout=300)
     (wheel,) = source.glob("*.whl")
     return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("source"))
+
+
+def test_a_second_build_has_the_same_bytes(wheel, tmp_path):
+    assert build(tmp_path).read_bytes() == wheel.read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,9 @@ from difftx.model.architectures import ARCHITECTURES
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(DOCS.rglob("*.md"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-READ = [page for page in PAGES if page not in (DOCS / "results.md", DOCS / "exploratory.md")]  # These are generated.
+READ = [
+    page for page in PAGES if page.stem not in ("results", "results_appendix", "exploratory")
+]  # These are generated.
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 

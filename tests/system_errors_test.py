@@ -178,7 +178,7 @@ def test_user_errors_name_the_fix(run, place, tmp_path):
     on = "--config.model.attention_implementation="
     only = "use one of auto, reference, xla"
     grid = ["difftx", "sweep", "--config=configs/quickstart.py", f"--out={tmp_path / 'sweep'}", "--grid"]
-    before = sorted(tmp_path.iterdir())
+    before = {path.name for path in tmp_path.iterdir()} | {"__pycache__"}
     check(
         run,
         [
@@ -196,7 +196,7 @@ def test_user_errors_name_the_fix(run, place, tmp_path):
             ([*start, f"--config={tmp_path / 'imports.py'}"], 2, f"{tmp_path / 'imports.py'}:2: ModuleNotFoundError: "),
         ],
     )
-    assert sorted(tmp_path.iterdir()) == before
+    assert {path.name for path in tmp_path.iterdir()} <= before
 
 
 def test_a_platform_that_jax_lacks_is_reported_in_one_line(tmp_path):

@@ -5,6 +5,10 @@ accumulator of A_m·V is a 64 x 2d tile in float32, which takes 128 registers pe
 hold two such accumulators, so one warpgroup computes A1·V and another one A2·V. Both read the same V tiles. At the end,
 A2·V passes through shared memory to the first warpgroup, which subtracts it.
 
+Loads from L2 bound the kernel, and so do warpgroups in phase: the tensor cores idle while both compute their softmax.
+Therefore two CTAs form a cluster, which loads each tile of K and V once for two tiles of queries. And each warpgroup
+computes the softmax of the next tile while the tensor cores work on P·V of this one.
+
 benchmarks/records/2026-11-26_h100_first_run.md compares the times of these kernels with those of cuDNN on an H100.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
@@ -12,6 +16,7 @@ benchmarks/records/2026-11-26_h100_first_run.md compares the times of these kern
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +27,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
-from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
-from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
+from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call, fold
+from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, TILE
 
 REGISTERS = tiles.Registers(softmax=240, producer=24)
+STAGES = 3  # Number of buffers of K and V. With two, P·V of a step would wait for a load that starts during this step.
+PAIR = 2  # CTAs of a cluster, and query tiles that share its loads.
+# Rescale the output of a row only if its maximum has grown by this factor of 2 since the last time. Until then, P is at
+# most 2^GROWTH, which loses no accuracy in floating point. FlashAttention-4 has the same threshold.
+GROWTH = 8.0
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -49,7 +59,7 @@ def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
     `interpret` is False, True or InterpretGPUParams. None interprets the kernel unless the target is a GPU.
     """
     length = q_BTHGd.shape[1]
-    pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window)
+    pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window, multiple=PAIR)
     out_BTHE, out2_BTHE, lse_BHGT = _forward_call(
         pad(q_BTHGd),
         pad(k_BSKGd),
@@ -70,22 +80,25 @@ def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
     length = q_BTHGd.shape[1]
     pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window)
     lam_BHT = jnp.moveaxis(lam_BTH, 1, 2)
-    weight_BHGT = pad(jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2), axis=3)
+    weight_BHGT = jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2)
     delta_BHGT = jnp.stack([delta1_BTH, delta2_BTH], axis=1).transpose(0, 3, 1, 2)
     scale = q_BTHGd.shape[-1] ** -0.5
-    stats_BHXGT = pad(jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2), axis=4)
-    # Padded queries contribute exact zeros (dO = 0, weight = 0). Causality hides padded keys from all real queries.
-    inputs = Inputs(pad(q_BTHGd), pad(k_BSKGd), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, weight_BHGT, marks_BXT)
+    stats_BHXGT = pad(jnp.stack([fold(lse_BHGT * LOG2_E, weight_BHGT), delta_BHGT * scale], axis=2), axis=4)
+    # Padded queries contribute exact zeros (dO = 0, delta = 0). Causality hides padded keys from all real queries.
+    inputs = Inputs(pad(q_BTHGd), pad(k_BSKGd), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, marks_BXT)
     static = {"window": window, "interpret": tiles.interpret_params(interpret)}
     dk_BSKGd, dv_BSKE = dkv_call(inputs, queries_BN2, **static)
     dq_BTHGd = dq_call(inputs, keys_BN2, **static)
     return dq_BTHGd[:, :length], dk_BSKGd[:, :length], dv_BSKE[:, :length], -delta2_BTH
 
 
-def _whole_tiles(q_shape, segment_ids_BT, *, window):
-    """Return a function that pads arrays to whole tiles, the marks (inputs of the mask), and both `tile_ranges`."""
+def _whole_tiles(q_shape, segment_ids_BT, *, window, multiple=1):
+    """Return a function that pads arrays to whole tiles, the marks (inputs of the mask), and both `tile_ranges`.
+
+    The number of tiles is a multiple of `multiple`.
+    """
     batch, length = q_shape[:2]
-    count = math.ceil(length / TILE)
+    count = math.ceil(length / (TILE * multiple)) * multiple
     pad = functools.partial(pad_to, length=count * TILE, axis=1)
     marks_BXT = jnp.broadcast_to(jnp.arange(count * TILE, dtype=jnp.int32), (batch, 1, count * TILE))
     if segment_ids_BT is not None:
@@ -95,28 +108,36 @@ def _whole_tiles(q_shape, segment_ids_BT, *, window):
     return pad, marks_BXT, *ranges
 
 
-def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret):
-    """Run the forward kernel on arrays of whole tiles, with one CTA per (sequence, head, query tile)."""
+def _forward_call(  # noqa: C901 - Nested functions count.
+    q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret
+):
+    """Run the forward kernel on arrays of whole tiles, with one CTA per (sequence, head, query tile).
+
+    The CTAs of two neighbouring query tiles form a cluster. Each loads one half of every tile of K and V, for both.
+    """
     batch, length, heads, _, width = q_BTHGd.shape
     value_width, dtype = v_BSKE.shape[-1], q_BTHGd.dtype
     q_tiles, group = length // TILE, heads // k_BSKGd.shape[2]
     logit_scale = width**-0.5 * LOG2_E  # The factor log2(e) is included because the kernel computes exp2, not exp.
 
-    def kernel(
-        q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
+    def kernel(  # noqa: C901 - Nested functions count.
+        cta, q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
     ):  # fmt: skip
         k_smem, weighted_out2_smem = smem.k_or_weighted_out2
         warpgroup = lax.axis_index("warpgroup")
-        sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
+        sequence, head = cta.sequence, cta.head
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - lax.axis_index("tile")  # Query tiles with the most keys start first.
+        q_tile_of_pair = q_tiles - PAIR * (1 + cta.tile)  # Query tiles with the most keys start first.
+        q_tile = q_tile_of_pair + lax.axis_index("pair")
         queries = tiles.rows_of(q_tile)
-        first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
+        # Both CTAs visit the key tiles that any of them needs, since they load them together.
+        first = lax.min(keys_gmem[sequence, q_tile_of_pair, 0], keys_gmem[sequence, q_tile_of_pair + 1, 0])
+        full, diagonal = keys_gmem[sequence, q_tile, 1] - first, q_tile - first  # In steps of the loop below.
         hide = functools.partial(tiles.hide, marks_gmem.at[sequence], window=window, queries_in_rows=True)
-        steps = tiles.at_least_one(q_tile + 1 - first)
+        steps = tiles.at_least_one(q_tile_of_pair + PAIR - first)
 
         @pl.when(warpgroup < GROUPS)
-        def softmax_warpgroup():
+        def softmax_warpgroup():  # noqa: C901 - Nested functions count.
             tiles.set_registers(REGISTERS.softmax)
             q_ready = barriers.q_ready.at[warpgroup]
             plgpu.copy_gmem_to_smem(q_gmem.at[sequence, queries, head, warpgroup], smem.q.at[warpgroup], q_ready)
@@ -124,52 +145,72 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
 
             q = tiles.to_registers(smem.q.at[warpgroup], interpret)
 
-            def products(out, p, v_smem, next_k_smem):
-                """Return out + P·V and the logits of the next tile. Both products are in flight at the same time.
+            def softmax(i, logits, maximum, total):
+                """Return P of tile i, the factors by which the output shrinks, and the maxima and sums of its rows."""
+                logits = hide(logits, MASKED, q_tile, first + i, needed=(i < full) | (i >= diagonal))
+                of_tile = logits.max(axis=1) * logit_scale
+                new_maximum = jnp.where(of_tile > maximum + GROWTH, of_tile, maximum)
+                rescale = jnp.exp2(maximum - new_maximum)
+                p = jnp.exp2(logits * logit_scale - tiles.across(new_maximum, logits))
+                return p.astype(dtype), rescale, new_maximum, total * rescale + p.sum(axis=1)
 
-                So the tensor cores work on all products of one warpgroup while the other one computes its softmax.
-                """
-                if smem.p is not None:  # The interpreter supports neither operands in registers nor initial values.
-                    smem.p[warpgroup] = p
-                    plgpu.commit_smem()
-                    return out + tiles.product(smem.p.at[warpgroup], v_smem), tiles.product(q, next_k_smem.T)
+            def wait_for_tiles(i):
+                """Wait for V of tile i and K of the next one, which step i multiplies."""
+                plgpu.barrier_wait(barriers.v_ready.at[lax.rem(i, STAGES)])
+                pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(barriers.k_ready.at[lax.rem(i + 1, STAGES)]))
+
+            def add_product(out, p, v_smem):
+                """Return out + P·V."""
+                if smem.p is None:
+                    start: Any = plgpu.ACC.init(out)  # JAX declares a reference, from which run_state makes an array.
+                    return pl.run_state(lambda out_acc: plgpu.wgmma(out_acc, p, v_smem))(start)
+                smem.p[warpgroup] = p  # The interpreter supports neither operands in registers nor initial values.
+                plgpu.commit_smem()
+                return out + tiles.product(smem.p.at[warpgroup], v_smem)
+
+            def add_product_during_softmax(i, out, p, maximum, total):
+                """Return out + P·V of tile i, and what `softmax` returns for tile i + 1."""
+                v_smem, next_k_smem = smem.v.at[lax.rem(i, STAGES)], k_smem.at[lax.rem(i + 1, STAGES), warpgroup]
+                if smem.p is not None:
+                    next_logits = tiles.product(q, next_k_smem.T)
+                    out = add_product(out, p, v_smem)
+                    results = softmax(i + 1, next_logits, maximum, total)
+                    wait_for_tiles(i + 1)
+                    return out, *results
 
                 def run(logits_acc):
-                    plgpu.wgmma(logits_acc, q, next_k_smem.T)
-                    new_out = pl.run_state(lambda out_acc: plgpu.wgmma(out_acc, p, v_smem))(plgpu.ACC.init(out))
-                    return new_out, logits_acc[...]
+                    def multiply(refs):
+                        out_acc, *result_refs = refs
+                        plgpu.wgmma(logits_acc, q, next_k_smem.T)
+                        plgpu.wgmma(out_acc, p, v_smem)
+                        next_logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)  # P·V is still in flight.
+                        for ref, result in zip(result_refs, softmax(i + 1, next_logits, maximum, total), strict=True):
+                            ref[...] = result
+                        # This wait ends a basic block. Without it, ptxas waits for P·V before the exponentials.
+                        wait_for_tiles(i + 1)
+
+                    return pl.run_state(multiply)((plgpu.ACC.init(out), p, maximum, maximum, total))
 
                 return pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32))
 
             def step(i, carry):
-                out, logits, maximum, total = carry
-                k_tile, slot, next_slot = first + i, lax.rem(i, STAGES), lax.rem(i + 1, STAGES)
-                needed = (k_tile < full) | (k_tile == q_tile)
-                logits = hide(logits, MASKED, q_tile, k_tile, needed=needed)
-                new_maximum = jnp.maximum(maximum, logits.max(axis=1) * logit_scale)
-                rescale = jnp.exp2(maximum - new_maximum)
-                p = jnp.exp2(logits * logit_scale - tiles.across(new_maximum, logits))
-                out = out * tiles.across(rescale, out)
-                total = total * rescale + p.sum(axis=1)
-                p = p.astype(dtype)
-                plgpu.barrier_wait(barriers.v_ready.at[slot])
-                # The last step multiplies an old K tile and drops the result: a branch would serialise the products.
-                pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(barriers.k_ready.at[next_slot]))
-                out, logits = products(out, p, smem.v.at[slot], k_smem.at[next_slot, warpgroup])
-                tiles.arrive_if(i + STAGES < steps, barriers.v_free.at[slot])
-                tiles.arrive_if(i + 1 + STAGES < steps, barriers.k_free.at[next_slot])
-                return out, logits, new_maximum, total
+                out, p, rescale, maximum, total = add_product_during_softmax(i, *carry)
+                tiles.arrive_if(i + 1 + STAGES < steps, barriers.k_free.at[lax.rem(i + 1, STAGES)])
+                tiles.arrive_if(i + STAGES < steps, barriers.v_free.at[lax.rem(i, STAGES)])
+                grows = tiles.any_in_warp(rescale < 1.0, interpret)
+                out = lax.cond(grows, lambda out: out * tiles.across(rescale, out), lambda out: out, out)
+                return out, p, maximum, total
 
             plgpu.barrier_wait(barriers.k_ready.at[0])
             first_logits = tiles.product(q, k_smem.at[0, warpgroup].T)
             tiles.arrive_if(steps > STAGES, barriers.k_free.at[0])
-            start = (
-                plgpu.layout_cast(jnp.zeros((TILE, value_width), jnp.float32), MATRIX),
-                first_logits,
-                plgpu.layout_cast(jnp.full((TILE,), tiles.LOWEST, jnp.float32), ROWS),
-                plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS),
-            )
-            out, _, maximum, total = lax.fori_loop(0, steps, step, start)
+            maximum = plgpu.layout_cast(jnp.full((TILE,), tiles.LOWEST, jnp.float32), ROWS)
+            total = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS)
+            p, _, maximum, total = softmax(0, first_logits, maximum, total)
+            out = plgpu.layout_cast(jnp.zeros((TILE, value_width), jnp.float32), MATRIX)
+            wait_for_tiles(0)
+            out, p, maximum, total = lax.fori_loop(0, steps - 1, step, (out, p, maximum, total))
+            out = add_product(out, p, smem.v.at[lax.rem(steps - 1, STAGES)])
             lse = maximum / LOG2_E + jnp.log(total)
             tiles.write(lse, smem.lse.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
             out = out * tiles.across(1.0 / total, out)
@@ -196,17 +237,16 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
             tiles.set_registers(REGISTERS.producer)
+            load_for_pair = functools.partial(plgpu.copy_gmem_to_smem, collective_axes="pair")
 
             @pl.loop(0, steps)
             def _(i):
                 slot, keys = lax.rem(i, STAGES), tiles.rows_of(first + i)
                 pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barriers.k_free.at[slot]))
                 for m in range(GROUPS):
-                    group_gmem = k_gmem.at[sequence, keys, kv_head, m]
-                    plgpu.copy_gmem_to_smem(group_gmem, k_smem.at[slot, m], barriers.k_ready.at[slot])
+                    load_for_pair(k_gmem.at[sequence, keys, kv_head, m], k_smem.at[slot, m], barriers.k_ready.at[slot])
                 pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barriers.v_free.at[slot]))
-                values_gmem = v_gmem.at[sequence, keys, kv_head]
-                plgpu.copy_gmem_to_smem(values_gmem, smem.v.at[slot], barriers.v_ready.at[slot])
+                load_for_pair(v_gmem.at[sequence, keys, kv_head], smem.v.at[slot], barriers.v_ready.at[slot])
 
     out = jax.ShapeDtypeStruct((batch, length, heads, value_width), dtype)
     lse = jax.ShapeDtypeStruct((batch, heads, GROUPS, length), jnp.float32)
@@ -215,7 +255,9 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         "difftx_forward",
         kernel,
         *(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
-        grid=(batch, heads, q_tiles),
+        grid=(batch, heads, q_tiles // PAIR),
+        cluster={"pair": PAIR},
+        row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V, which are as wide as two of K1.
         out_type=(out, out, lse),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),
@@ -229,8 +271,9 @@ def _forward_call(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
             "q_ready": plgpu.Barrier(num_barriers=GROUPS),  # One per group.
             "k_ready": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),  # One arrival per group.
             "v_ready": plgpu.Barrier(num_barriers=STAGES),
-            "k_free": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
-            "v_free": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
+            # Both CTAs write to both of their buffers, so they wait for each other's warpgroups.
+            "k_free": plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=STAGES, num_arrivals=GROUPS),
+            "v_free": plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=STAGES, num_arrivals=GROUPS),
             "softmax_done": plgpu.Barrier(num_arrivals=GROUPS),
             "out2_ready": plgpu.Barrier(),
         },

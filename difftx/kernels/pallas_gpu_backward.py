@@ -12,7 +12,7 @@ Both kernels compute the logits and dP. Together they need 28·T²·d FLOPs per 
 """
 # Axes: B = batch, T = query tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
 #   K = key/value heads, G = 2 groups (A1 and A2), d = query/key width, E = 2·d = value width, N = T // TILE = tiles,
-#   X in `stats` = base-2 log-sum-exp and delta/√d, X in `marks` = position and, if there are segments, segment id
+#   X in `stats` = LSE of `fold` and delta/√d, X in `marks` = position and, if there are segments, segment id
 
 import functools
 from typing import NamedTuple
@@ -32,6 +32,25 @@ DKV_REGISTERS = tiles.Registers(softmax=152, producer=200)
 DQ_REGISTERS = tiles.Registers(softmax=184, producer=136)
 
 
+def fold(lse, weight):
+    """Return LSE - log2|W|, so that exp2(logits - result) = |W|·P. Its lowest bit is 1 where W < 0.
+
+    The kernels then read no W. The bit changes P by a relative error of at most 2⁻²³·|LSE|.
+    """
+    bits = lax.bitcast_convert_type(lse - jnp.log2(jnp.abs(weight)), jnp.int32)  # Infinity where W = 0, so P = 0.
+    return lax.bitcast_convert_type(bits & ~1 | (weight < 0), jnp.float32)
+
+
+def sign_bits(folded):
+    """Return an int32 whose highest bit is the sign of the W in `folded`."""
+    return lax.shift_left(lax.bitcast_convert_type(folded, jnp.int32), 31)
+
+
+def flip_sign(values, bits):
+    """Negate float32 `values` where the highest bit of `bits` is 1."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(values, jnp.int32) ^ bits, jnp.float32)
+
+
 class Inputs(NamedTuple):
     """Arrays in global memory that both kernels read."""
 
@@ -40,8 +59,12 @@ class Inputs(NamedTuple):
     v_BSKE: jax.Array
     dout_BTHE: jax.Array
     stats_BHXGT: jax.Array
-    weight_BHGT: jax.Array  # The factors W of the module docstring: 1 and -λ.
     marks_BXT: jax.Array
+
+
+def dkv_stages(width):
+    """Return the number of buffers per array in the dK/dV kernel. At d = 128, a third does not fit."""
+    return 3 if width <= 64 else STAGES
 
 
 def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested functions count.
@@ -54,11 +77,11 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
     kv_heads, value_width, dtype = inputs.k_BSKGd.shape[2], inputs.v_BSKE.shape[-1], inputs.q_BTHGd.dtype
     group = heads // kv_heads
     scale = width**-0.5
+    stages = dkv_stages(width)
 
-    def kernel(gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
+    def kernel(cta, gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
         warpgroup = lax.axis_index("warpgroup")
-        sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("head")
-        k_tile = lax.axis_index("tile")  # Key tiles with the most queries start first.
+        sequence, kv_head, k_tile = cta  # Key tiles with the most queries start first.
         full, end = queries_gmem[sequence, k_tile, 0], queries_gmem[sequence, k_tile, 1]
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=False)
         steps_per_head = end - k_tile
@@ -73,17 +96,14 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             plgpu.barrier_wait(barriers.kv_ready)
 
             def accumulate(dk_acc):
-                def step(i, head_and_tile):
-                    head, q_tile = head_and_tile
-                    slot = lax.rem(i, STAGES)
+                def step(i, q_tile):
+                    slot = lax.rem(i, stages)
                     plgpu.barrier_wait(barriers.q_ready.at[slot])
                     logits = tiles.product(smem.k.at[warpgroup], smem.q.at[slot, warpgroup].T)
                     lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.down(lse, logits))
+                    p = flip_sign(p, tiles.down(sign_bits(lse), p))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(q_tile == k_tile) | (q_tile >= full))
-                    # Read W from L2. At d = 128, shared memory has no space for it.
-                    weight_gmem = gmem.weight_BHGT.at[sequence, head, warpgroup, tiles.rows_of(q_tile)]
-                    p = p * tiles.down(plgpu.load(weight_gmem, layout=COLUMNS, optimized=False), p)
                     plgpu.barrier_wait(barriers.p_free)
                     smem.p[warpgroup] = p.astype(dtype)
                     plgpu.commit_smem()
@@ -98,10 +118,9 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                     plgpu.wgmma_wait(0)
                     tiles.arrive_if(i + 1 < steps, barriers.q_free.at[slot])
 
-                    last = q_tile + 1 == end
-                    return head + last.astype(jnp.int32), jnp.where(last, k_tile, q_tile + 1)
+                    return jnp.where(q_tile + 1 == end, k_tile, q_tile + 1)
 
-                lax.fori_loop(0, steps, step, head_and_query_tile(0))
+                lax.fori_loop(0, steps, step, k_tile)
                 return dk_acc[...]
 
             dk = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
@@ -118,7 +137,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             plgpu.copy_gmem_to_smem(gmem.v_BSKE.at[sequence, keys, kv_head], smem.v, barriers.kv_ready)
 
             def load_q(i):
-                slot = lax.rem(i, STAGES)
+                slot = lax.rem(i, stages)
                 head, q_tile = head_and_query_tile(i)
                 for m in range(GROUPS):
                     q_gmem = gmem.q_BTHGd.at[sequence, tiles.rows_of(q_tile), head, m]
@@ -127,12 +146,12 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                 plgpu.copy_gmem_to_smem(stats_gmem, smem.stats.at[slot], barriers.q_ready.at[slot])
 
             def load_dout(i):
-                slot = lax.rem(i, STAGES)
+                slot = lax.rem(i, stages)
                 head, q_tile = head_and_query_tile(i)
                 dout_gmem = gmem.dout_BTHE.at[sequence, tiles.rows_of(q_tile), head]
                 plgpu.copy_gmem_to_smem(dout_gmem, smem.dout.at[slot], barriers.dout_ready.at[slot])
 
-            @pl.loop(0, lax.min(steps, STAGES))
+            @pl.loop(0, lax.min(steps, stages))
             def _(i):
                 load_q(i)
                 load_dout(i)
@@ -143,7 +162,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
             def accumulate(dv_acc):
                 @pl.loop(0, steps)
                 def _(i):
-                    slot = lax.rem(i, STAGES)
+                    slot = lax.rem(i, stages)
                     plgpu.barrier_wait(barriers.dout_ready.at[slot])
                     dp = tiles.product(smem.v, smem.dout.at[slot].T)
                     pl.when(i > 0)(lambda: plgpu.barrier_wait(barriers.dp_free))
@@ -153,8 +172,8 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
 
                     @pl.when(i > 0)
                     def refill_q():
-                        plgpu.barrier_wait(barriers.q_free.at[lax.rem(i - 1, STAGES)])
-                        pl.when(i - 1 + STAGES < steps)(lambda: load_q(i - 1 + STAGES))
+                        plgpu.barrier_wait(barriers.q_free.at[lax.rem(i - 1, stages)])
+                        pl.when(i - 1 + stages < steps)(lambda: load_q(i - 1 + stages))
 
                     plgpu.barrier_wait(barriers.p_ready)
                     p = plgpu.load(smem.p.at[0], layout=MATRIX)
@@ -163,7 +182,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
                     p = tiles.as_operand(p, smem.staging, PRODUCER)
                     plgpu.wgmma(dv_acc, p, smem.dout.at[slot])
                     plgpu.wgmma_wait(0)
-                    pl.when(i + STAGES < steps)(lambda: load_dout(i + STAGES))
+                    pl.when(i + stages < steps)(lambda: load_dout(i + stages))
 
                 return dv_acc[...]
 
@@ -177,22 +196,23 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
         inputs,
         queries_BN2,
         grid=(batch, kv_heads, length // TILE),
+        row_bytes=4 * length * width * dtype.itemsize * group,  # Q1, Q2 and dO of all heads that read these keys.
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k_BSKGd, inputs.v_BSKE)),
         buffers={
             "k": tiles.buffer((GROUPS, TILE, width), dtype),
             "v": tiles.buffer((TILE, value_width), dtype),
-            "q": tiles.buffer((STAGES, GROUPS, TILE, width), dtype),
-            "dout": tiles.buffer((STAGES, TILE, value_width), dtype),
-            "p": tiles.buffer((GROUPS, TILE, TILE), dtype),
-            "dp": tiles.buffer((TILE, TILE), jnp.float32),
-            "stats": plgpu.SMEM((STAGES, 2, GROUPS, TILE), jnp.float32),
+            "q": tiles.buffer((stages, GROUPS, TILE, width), dtype),
+            "dout": tiles.buffer((stages, TILE, value_width), dtype),
+            "p": tiles.exchange((GROUPS, TILE, TILE), dtype),
+            "dp": tiles.exchange((TILE, TILE), jnp.float32),
+            "stats": plgpu.SMEM((stages, 2, GROUPS, TILE), jnp.float32),
             "staging": tiles.buffer((WARPGROUPS, TILE, TILE), dtype) if interpret else None,
         },
         barriers={
             "kv_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # Two copies of K, one of V.
-            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=STAGES),  # Two copies of Q, one of `stats`.
-            "dout_ready": plgpu.Barrier(num_barriers=STAGES),
-            "q_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=stages),  # Two copies of Q, one of `stats`.
+            "dout_ready": plgpu.Barrier(num_barriers=stages),
+            "q_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
             "p_ready": plgpu.Barrier(num_arrivals=GROUPS),
             "p_free": plgpu.Barrier(),
             "dp_ready": plgpu.Barrier(),
@@ -209,11 +229,11 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
     q_tiles, group = length // TILE, heads // inputs.k_BSKGd.shape[2]
     scale = width**-0.5
 
-    def kernel(gmem, keys_gmem, dq_gmem, smem, barriers):
+    def kernel(cta, gmem, keys_gmem, dq_gmem, smem, barriers):
         warpgroup = lax.axis_index("warpgroup")
-        sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
+        sequence, head = cta.sequence, cta.head
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - lax.axis_index("tile")  # Query tiles with the most keys start first.
+        q_tile = q_tiles - 1 - cta.tile  # Query tiles with the most keys start first.
         queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
@@ -225,7 +245,6 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
 
             lse = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
             scaled_delta = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
-            weight = tiles.load_rows(gmem.weight_BHGT.at[sequence, head, warpgroup, queries])
             plgpu.barrier_wait(barriers.q_ready)
 
             q = tiles.to_registers(smem.q.at[warpgroup], interpret)
@@ -238,7 +257,6 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
                     logits = tiles.product(q, smem.k.at[slot, warpgroup].T)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.across(lse, logits))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(k_tile < full) | (k_tile == q_tile))
-                    p = p * tiles.across(weight, p)
                     plgpu.barrier_wait(barriers.dp_ready.at[dp_slot])
                     dp = plgpu.load(smem.dp.at[dp_slot], layout=MATRIX)
                     tiles.arrive_if(i + 2 < steps, barriers.dp_free.at[dp_slot])
@@ -251,6 +269,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
                 return dq_acc[...]
 
             dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
+            dq = flip_sign(dq, tiles.across(sign_bits(lse), dq))
             tiles.write(dq, smem.q.at[warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
@@ -302,6 +321,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
         inputs,
         keys_BN2,
         grid=(batch, heads, q_tiles),
+        row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V.
         out_type=jax.ShapeDtypeStruct(inputs.q_BTHGd.shape, dtype),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),

@@ -9,22 +9,31 @@ X_free tells the writer that the buffer may be filled again.
 
 import collections
 import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from difftx.kernels import target
 
 TILE = 64  # Tokens in a tile. One wgmma computes 64 rows, and 64 values in bfloat16 fill a swizzled row of 128 bytes.
-STAGES = 2  # Number of buffers per array for TMA loads. A third does not fit into shared memory at d = 128.
+STAGES = 2  # Number of buffers per array for TMA loads in the backward pass. At d = 128, a third does not fit.
 GROUPS = 2  # Number of groups of queries and keys. Each group has its own softmax.
 PRODUCER = 2  # Index of the producer warpgroup.
 WARPGROUPS = 3  # Warpgroups per CTA. A fourth would limit each thread to 128 registers at the start of the kernel.
 REGISTERS_AT_ENTRY = 168  # Registers per thread at the start: 64 Ki over 384 threads, rounded down to a multiple of 8.
 
 HEAD_WIDTHS = (32, 64, 96, 128)  # Supported values of d. tests/compile/gpu_compile_test.py compiles each of them.
+
+# CTAs that run at the same time should read arrays of at most this size. L2 has 50 MB. FlashAttention-3 uses 32 MB.
+L2_BYTES = 32 * 2**20
 
 LOG2_E = 1.4426950408889634
 # MASKED replaces masked logits. LOWEST is the initial value of a row's running maximum. It is below every real logit,
@@ -69,6 +78,15 @@ def buffer(shape, dtype):
     swizzle = 128 if shape[-1] * itemsize % 128 == 0 else 64
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def exchange(shape, dtype):
+    """Return a buffer in shared memory that warpgroups, but neither TMA nor wgmma, write and read as MATRIX.
+
+    A warp moves 8 x 8 values at a time, which are contiguous here. So there are no bank conflicts, and the addresses of
+    a thread differ by constants: it keeps one in a register, not one for each swizzled column of a tile.
+    """
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 8)),))
 
 
 def rows_of(tile):
@@ -122,6 +140,21 @@ def across(row_values, like):
 def down(column_values, like):
     """Broadcast a COLUMNS vector over the rows of `like`."""
     return lax.broadcast_in_dim(column_values, like.shape, [1])
+
+
+@plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct((), np.dtype(bool), plgpu.Layout.WG_SPLAT))
+def _any_in_warp(_, rows):
+    """Return whether any row of this warp is true. Warps may differ, so this is not uniform in the warpgroup."""
+    value = functools.reduce(arith.ori, rows.registers.flat)
+    if isinstance(value.type, ir.VectorType):
+        value = vector.extract(value, [], [0])
+    all_lanes = arith.constant(ir.IntegerType.get_signless(32), 0xFFFFFFFF)
+    return mgpu.FragmentedArray.splat(nvvm.vote_sync(all_lanes, value, "any"), (), is_signed=False)
+
+
+def any_in_warp(rows, interpret):
+    """Return whether any of a warp's rows is true. The interpreter, which has no warps, tests all rows of the tile."""
+    return rows.any() if interpret else _any_in_warp(rows)
 
 
 def arrive_if(condition, barrier):
@@ -185,28 +218,28 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
         keys: int32 [B, N, 2] of (first, full). Query tile n visits key tiles first..n and needs no mask for full..n-1.
         queries: int32 [B, N, 2] of (full, end). Query tiles n..end-1 visit key tile n and need no mask for n+1..full-1.
     """
-    n = jnp.arange(tiles)
+    n = np.arange(tiles)
     behind_1NN = (n[:, None] - n[None, :])[None]  # Query tile minus key tile.
-    needed_BNN = jnp.broadcast_to(behind_1NN >= 0, (batch, tiles, tiles))
-    whole_BNN = jnp.broadcast_to(behind_1NN > 0, (batch, tiles, tiles))
+    needed_BNN, whole_BNN = behind_1NN >= 0, behind_1NN > 0
     if window is not None:
-        needed_BNN &= (behind_1NN - 1) * TILE + 1 < window
-        whole_BNN &= (behind_1NN + 1) * TILE - 1 < window
+        needed_BNN = needed_BNN & ((behind_1NN - 1) * TILE + 1 < window)
+        whole_BNN = whole_BNN & ((behind_1NN + 1) * TILE - 1 < window)
     if segment_ids_BT is not None:
         ids_BNP = segment_ids_BT.reshape(batch, tiles, TILE)
         low_BN, high_BN = ids_BNP.min(-1), ids_BNP.max(-1)
         (q_low_BN1, k_low_B1N), (q_high_BN1, k_high_B1N) = ((x[:, :, None], x[:, None]) for x in (low_BN, high_BN))
-        needed_BNN &= ~((q_low_BN1 > k_high_B1N) | (q_high_BN1 < k_low_B1N))
+        needed_BNN = needed_BNN & ~((q_low_BN1 > k_high_B1N) | (q_high_BN1 < k_low_B1N))
         # All tokens of both tiles have the same id if the common minimum equals the common maximum.
-        whole_BNN &= jnp.minimum(q_low_BN1, k_low_B1N) == jnp.maximum(q_high_BN1, k_high_B1N)
+        whole_BNN = whole_BNN & (jnp.minimum(q_low_BN1, k_low_B1N) == jnp.maximum(q_high_BN1, k_high_B1N))
+    xp = np if segment_ids_BT is None else jnp  # Without segments, the ranges are constants of the program.
     broken_BNN = (behind_1NN > 0) & ~whole_BNN
-    keys_first_BN = jnp.argmax(needed_BNN, axis=2)
-    keys_full_BN = jnp.max(jnp.where(broken_BNN, n[None, None, :] + 1, 0), axis=2)
-    queries_end_BN = tiles - jnp.argmax(needed_BNN[:, ::-1, :], axis=1)
-    queries_full_BN = jnp.min(jnp.where(broken_BNN, n[None, :, None], tiles), axis=1)
-    keys_BN2 = jnp.stack([keys_first_BN, keys_full_BN], axis=-1)
-    queries_BN2 = jnp.stack([queries_full_BN, queries_end_BN], axis=-1)
-    return keys_BN2.astype(jnp.int32), queries_BN2.astype(jnp.int32)
+    keys_first_BN = xp.argmax(needed_BNN, axis=2)
+    keys_full_BN = xp.max(xp.where(broken_BNN, n[None, None, :] + 1, 0), axis=2)
+    queries_end_BN = tiles - xp.argmax(needed_BNN[:, ::-1, :], axis=1)
+    queries_full_BN = xp.min(xp.where(broken_BNN, n[None, :, None], tiles), axis=1)
+    pairs = (keys_first_BN, keys_full_BN), (queries_full_BN, queries_end_BN)
+    keys_BN2, queries_BN2 = (xp.broadcast_to(xp.stack(pair, axis=-1), (batch, tiles, 2)) for pair in pairs)
+    return jnp.asarray(keys_BN2, jnp.int32), jnp.asarray(queries_BN2, jnp.int32)
 
 
 def interpret_params(interpret):
@@ -216,21 +249,51 @@ def interpret_params(interpret):
     return plgpu.InterpretGPUParams() if interpret is True else interpret
 
 
-def launch(name, kernel, *operands, grid, out_type, buffers, barriers, interpret):
-    """Run `kernel(*operands, *outputs, smem, barriers)` in each CTA of a grid (sequence, head, tile).
+class CTA(NamedTuple):
+    """What one CTA computes. CTAs start in the order of their grid, so tile 0 should have the most work."""
 
-    `smem` and `barriers` are named tuples. Their fields are the keys of the dictionaries `buffers` and `barriers`.
+    sequence: Any
+    head: Any
+    tile: Any  # If the grid has clusters, all CTAs of a cluster have the same value.
+
+
+def grid_of(rows, tiles, *, row_bytes):
+    """Return the grid (row groups, tiles, rows of a group) for `tiles` CTAs per row, where a row is a (sequence, head).
+
+    CTAs start in the order of the grid, and the last axis changes fastest. The CTAs of a row read `row_bytes` together,
+    and the reads of a group fit into L2. In a group, the CTAs with the most work start first, so that all SMs finish at
+    almost the same time.
     """
+    group = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * row_bytes <= L2_BYTES))
+    return rows // group, tiles, group
+
+
+def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers, interpret, cluster=None):
+    """Run `kernel(cta, *operands, *outputs, smem, barriers)` in each CTA of a grid (sequences, heads, tiles).
+
+    With `cluster`, {axis: CTAs}, each element of the grid is a cluster. The CTAs of a (sequence, head) read `row_bytes`
+    together. `smem` and `barriers` are named tuples. Their fields are the keys of `buffers` and `barriers`.
+    """
+    sequences, heads, tiles = grid
     scratch = [collections.namedtuple("Scratch", fields)(**fields) for fields in (buffers, barriers)]  # pyrefly: ignore
+    groups, tiles, group = grid_of(sequences * heads, tiles, row_bytes=row_bytes)
+
+    def body(*refs):
+        row = lax.axis_index("row_group") * group + lax.axis_index("row")
+        kernel(CTA(lax.div(row, heads), lax.rem(row, heads), lax.axis_index("tile")), *refs)
+
     return plgpu.kernel(
-        kernel,
+        body,
         out_type=out_type,
-        grid=grid,
-        grid_names=("sequence", "head", "tile"),
+        grid=(groups, tiles, group),
+        grid_names=("row_group", "tile", "row"),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
+        cluster=tuple((cluster or {}).values()),
+        cluster_names=tuple(cluster or {}),
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # No kernel reduces across warps, which would need scratch memory.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name=name,
     )(*operands)

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 from conftest import ROOT
-from helpers.report_runs import write_run
+from helpers.report_runs import write_result, write_run
 
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
@@ -65,13 +65,8 @@ def sweep(tmp_path):
             with (workdir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"split": "goodput", "step": 2, "attempt": 1, "wall_seconds": 60.04}) + "\n")
             sets = {"retrieval": {"accuracy": accuracy}, "mqar": {"accuracy": accuracy + 0.05}}
-            for suite, result in (
-                ("loss", {"numbers": {"loss": 1 - accuracy}}),
-                ("exact_match", {"numbers": {"accuracy": accuracy + 0.025}, "details": {"sets": sets}}),
-            ):
-                path = workdir / "evals" / suite / "2.json"
-                path.parent.mkdir(parents=True)
-                path.write_text(json.dumps(result))
+            write_result(workdir, "loss", 2, {"loss": 1 - accuracy})
+            write_result(workdir, "exact_match", 2, {"accuracy": accuracy + 0.025}, details={"sets": sets})
             flags = [f"--config={spec}", f"--workdir={workdir}", *(f"--config.{n}={v}" for n, v in fields.items())]
             runs.append({"name": name, "flags": flags, "state": "done"})
         grid = {"task": ["recall"], "optimizer.learning_rate": ["0.02"]}

@@ -71,6 +71,7 @@ def arguments(mesh, *, width, length=4096, batch=2, heads=12, kv_heads=12, segme
 
 def compile_and_report(which, args, *, window, capfd, monkeypatch):
     """Compile one pass, and return what ptxas and Mosaic report about each of its kernels."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_HOST_LLVM", "1")
     capfd.readouterr()
@@ -81,6 +82,8 @@ def compile_and_report(which, args, *, window, capfd, monkeypatch):
     jax.jit(attention).lower(*args).compile()
     text = "".join(capfd.readouterr())
     assert not SERIALISED.search(text), text
+    # Two CTAs of the forward kernel share their loads.
+    assert ("multicast::cluster" in text) == (which == "forward")
     names = re.findall(r"Compiling entry function '(\w+)_mosaic_gpu_kernel' for 'sm_90a'", text)
     registers = re.findall(r"Used (\d+) registers", text)
     # mosaic_gpu_{launch_kernel,build_kernel_spec}(kernel, grid x3, cluster x3, block = 384, 1, 1, shared memory, ...)

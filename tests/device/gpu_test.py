@@ -17,6 +17,7 @@ ROUNDING = 2**-8  # Distance of neighbouring bfloat16 numbers, at most, relative
 CASES = {
     "smallest": {"T": 64, "B": 1, "H": 1, "K": 1, "d": 64},
     "one token": {"T": 1},
+    "four tiles": {"T": 256, "B": 1, "H": 1, "K": 1, "d": 64},  # The smallest in which buffers are filled again.
     "T=130": {"T": 130},
     "T=1000, d=96": {"T": 1000, "d": 96},
     "T=2048, d=128": {"T": 2048, "d": 128, "B": 4},

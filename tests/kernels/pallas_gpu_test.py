@@ -7,6 +7,7 @@ an unfinished matrix product, and does not test the register operands of the com
 #   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 groups, d = width, E = 2·d
 
 import dataclasses
+import heapq
 import os
 
 # Three warpgroups wait for each other in callbacks on XLA's CPU thread pool. The pool has one thread per core, so two
@@ -166,6 +167,34 @@ def test_tile_ranges_cover_the_visible_tiles(segments, window):
         if segments is None and first <= j < i:  # Without segments, no tile is masked or visited in vain.
             assert some_BNN[b, i, j]
             assert (j >= q_full) == (i < k_full) == all_BNN[b, i, j]
+
+
+def idle_share(costs, sms=132):
+    """Start CTAs in the given order, each on the SM that is free first; return the share of time that SMs are idle."""
+    free = [0] * sms
+    for cost in costs:
+        heapq.heappush(free, heapq.heappop(free) + cost)
+    return 1 - sum(costs) / (max(free) * sms)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "most", "row_by_row"), [(4, 4096, 0.002, 0.03), (16, 1024, 0.012, 0.04), (4, 1024, 0.012, 0.16)]
+)
+def test_ctas_start_in_an_order_that_leaves_few_sms_idle(batch, length, most, row_by_row):
+    heads, width = 12, 128
+    count = length // pallas_gpu_tiles.TILE
+    grid = pallas_gpu_tiles.grid_of(batch * heads, count, row_bytes=length * 4 * width * 2)
+    costs = [count - tile for _, tile, _ in np.ndindex(grid)]  # Tile 0 attends to all tiles, or all attend to it.
+    assert len(costs) == batch * heads * count
+    assert idle_share(costs) < most
+    assert idle_share([count - tile for _, tile in np.ndindex(batch * heads, count)]) > row_by_row
+
+
+def test_rows_that_run_together_fit_in_l2():
+    for rows, row_bytes in [(48, 4 * 2**20), (12, 16 * 2**20), (7, 2**20), (12, 2**30)]:
+        groups, _, group = pallas_gpu_tiles.grid_of(rows, 64, row_bytes=row_bytes)
+        assert groups * group == rows
+        assert group == 1 or group * row_bytes <= 32 * 2**20
 
 
 def call_of_width(width, dtype):
