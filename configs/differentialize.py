@@ -4,6 +4,7 @@ Command:  python -m difftx convert --from=difftx --to=difftx --input=runs/transf
               --differential=zero-branch
           python train.py --config=configs/differentialize.py:runs/zero_branch --workdir=runs/zero_branch-trained
           python train.py --config=configs/differentialize.py:runs/transformer --workdir=runs/transformer-trained
+          --config.train.teacher=runs/transformer makes the Transformer the teacher of the converted model.
           docs/differentialize.md explains these commands, and how to start from a model of Hugging Face.
 Protocol: the argument is a run directory. Model and data are those of that run, whose newest parameters are the initial
           ones. Both models train on the same batches with the same settings. λ grows over `anneal_steps` updates.

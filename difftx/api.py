@@ -4,7 +4,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,7 +54,7 @@ def load(
         UserError: There is no such run or checkpoint, difftx cannot read the model of the folder, or an extension that
             the run needs is not given.
     """
-    load_extensions(list(map(Path, extensions)))
+    load_extensions(extensions)
     folder = path_of("path", os.fspath(path))
     raw = read_json(folder / CONFIG) if size_of(folder / CONFIG) is not None else None
     if isinstance(raw, dict) and "architectures" in raw:
@@ -97,7 +96,7 @@ def train(
             did after too many bad steps.
     """
     began = time.perf_counter()
-    load_extensions(list(map(Path, extensions)))
+    load_extensions(extensions)
     folder = path_of("workdir", os.fspath(workdir))
     made = command.checked(config_of(os.fspath(config), named_fields(fields)))
     compilation_cache.enable(made.train.compilation_cache)

@@ -194,9 +194,11 @@ def one_line_errors(of: types.ModuleType | type) -> Iterator[None]:
         raise UserError(f"{at}: {kind}{text[0] if text else ''}") from error
 
 
-def load_extensions(paths: Sequence[Path]) -> None:
+def load_extensions(paths: Sequence[str | os.PathLike[str]]) -> None:
     """Run the files of `--extension`. Raise `UserError` if one does not exist, fails or registers nothing."""
-    for path in paths:
+    if isinstance(paths, str):
+        raise UserError(f"extensions={paths!r} is one path; give a list, such as [{paths!r}]")
+    for path in map(Path, paths):
         if not path.is_file():
             raise UserError(f"--extension={path}: no such file")
         import_file(path, "--extension")

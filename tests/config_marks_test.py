@@ -68,6 +68,8 @@ def test_the_fields_of_some_groups_affect_the_same():
         ("model.rope_scaling.factor", "2", False, False),
         ("data.seed", "3", False, False),
         ("checkpoint.init_from", "runs/other", False, False),
+        ("train.teacher", "runs/other", False, True),  # A resume compares the teacher's weights.
+        ("train.trainable", "blocks/*", False, False),
     ],
 )
 def test_what_a_change_means_for_a_resume(field, value, is_neutral, is_safe):

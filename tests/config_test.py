@@ -409,7 +409,8 @@ def test_the_papers_configs_initialise_as_the_official_code(specs, zero):
     assert {(m.init, m.zero_init_output) for m in models} == {("fan_in", zero)}
 
 
-BUCKET_FIELDS = ("data.path", "data.tokenizer", "data.sources.1.path", "checkpoint.init_from", "checkpoint.branch_from")
+BUCKET_FIELDS = ("data.path", "data.tokenizer", "data.sources.1.path", "train.teacher")
+BUCKET_FIELDS += ("checkpoint.init_from", "checkpoint.branch_from")
 SUITE_FIELDS = ("eval.needle.haystack", "eval.test.path", "eval.icl.tasks.0.train", "eval.math.tasks.0.test")
 SUITE_FIELDS += ("eval.hallucination.sets.0.path",)
 LOCAL_FIELDS = ("data.cache_path", "eval.bigrams_path", "eval.harness.data_path", "eval.harness.include_path")

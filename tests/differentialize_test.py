@@ -61,12 +61,12 @@ def numbers(workdir, suite, step):
 
 
 def test_the_page_has_the_expected_numbers_of_commands():
-    assert [len(lines) for lines in COMMANDS] == [4, 2, 2, 2, 3, 1]
+    assert [len(lines) for lines in COMMANDS] == [4, 2, 2, 2, 1, 3, 1]
 
 
 @pytest.mark.long
 def test_a_run_is_converted_checked_trained_and_evaluated(page_folder):
-    (train, zero_branch, dex, split), _, check, continued, evaluate, (export,) = COMMANDS
+    (train, zero_branch, dex, split), _, check, continued, (distilled,), evaluate, (export,) = COMMANDS
     runs = page_folder / "runs"
     run(page_folder, train)
     said = run(page_folder, zero_branch)
@@ -87,11 +87,13 @@ def test_a_run_is_converted_checked_trained_and_evaluated(page_folder):
         numbers(runs / "transformer", "loss", 8)["loss"], rel=1e-6
     )
     run(page_folder, continued[0], "--config.model.zero_branch.anneal_steps=4")
-    for line in (continued[1], *evaluate):
+    for line in (continued[1], distilled, *evaluate):
         run(page_folder, line)
     steps = [row for row in rows(runs / "zero_branch-trained") if row["split"] == "train"]
     shares = [row["lambda"][0] / steps[4]["lambda"][0] for row in steps]
     assert shares == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1, 1, 1], abs=0.05)
+    kl = [row["teacher_kl"] for row in rows(runs / "zero_branch-distilled") if row["split"] == "train"]
+    assert abs(kl[0]) < 1e-4 < kl[-1]  # The conversion preserves the function.
     trained = [numbers(runs / f"{name}-trained", "loss", 8)["loss"] for name in ("zero_branch", "transformer")]
     assert max(trained) < numbers(runs / "transformer", "loss", 8)["loss"] - 0.01
     assert trained[0] != pytest.approx(trained[1], rel=1e-5)

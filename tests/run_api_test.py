@@ -168,9 +168,11 @@ def test_mistakes_are_one_line(run, folder, tmp_path):
         (lambda: difftx.train("quickstrat", tmp_path / "run"), "no such recipe. Did you mean 'quickstart'?"),
         (lambda: difftx.load(tmp_path / "none"), "no config.json there, so it is not a run"),
         (lambda: difftx.load(run.workdir, step=5), "5"),
+        (lambda: difftx.load(run.workdir, extensions="own.py"), "extensions='own.py' is one path; give a list, such"),
         (lambda: difftx.evaluate(run, "lose"), "lose"),
         (lambda: difftx.evaluate(run, "loss", lost_tokens=3), "eval.lost_tokens: no such field. Did you mean"),
         (lambda: run.logprobs(TEXT), "is one text; give a list, such as [text]"),
+        (lambda: run.generate(TEXT, stop="\n\n"), r"stop='\n\n' is one string; give a list, such as ['\n\n']"),
         (lambda: run.logprobs(["x"]), "the text has 1 tokens; give it 2 to data.sequence_length + 1=33"),
         (lambda: run.logprobs(["x" * 34]), "the text has 34 tokens"),
     ):

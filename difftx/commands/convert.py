@@ -35,6 +35,7 @@ FORMATS = (OURS, "hf", "official")  # "hf" reads DiffLlama too.
 MODEL_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"]
 MODEL_FILES += ["model.safetensors.index.json", *FILES]
 SOURCE = "source.json"  # File of a run that was made from a model of the hub.
+PEFT = "peft"  # The adapters of a run, for the package peft.
 METHODS = {"zero-branch": "zero_branch", "dex": "dex", "split": "diff"}  # Value of --differential → architecture.
 
 
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     """Read the flags and convert. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = Parser("difftx convert", __doc__, "config")
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="format of --input")
-    parser.add_argument("--to", dest="target", required=True, choices=(*FORMATS, "diffllama"), help="format of --out")
+    targets = (*FORMATS, "diffllama", PEFT)
+    parser.add_argument("--to", dest="target", required=True, choices=targets, help="format of --out")
     parser.add_argument(
         "--input",
         action=PathFlag,
@@ -58,11 +60,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--shard_mib", action=CountFlag, default=SHARD_MIB, help=size)
     method = "make a differential model of a Transformer; see docs/differentialize.md"
     parser.add_argument("--differential", choices=METHODS, help=method)
+    fold = "merge the adapters of LoRA into the weights of the new run; all formats except peft have merged weights"
+    parser.add_argument("--merge", action="store_true", help=fold)
     chosen = "heads that dex corrects: the half of each layer with the highest entropy on data.path, or all"
     parser.add_argument("--dex_heads", choices=("entropy", "all"), default="entropy", help=chosen)
     how = "compare logits and greedy text with the package transformers; both models must fit in memory"
     where = "upload the folder of --to=hf to this private repository of the hub, after it was compared with the run"
     parser.add_argument("--push", metavar="ORG/NAME", help=where)
+    rounded = "round the weights of attention and MLP, in the format of compressed-tensors; requires --to=hf"
+    parser.add_argument("--quantize", choices=("int8", "int4"), help=rounded)
     parser.add_argument("--verify", action="store_true", help=how)
     options, overrides = parser.parse(arguments)
     given = {name.split(".")[1] for name in overrides if name.startswith("model.")}
@@ -89,13 +95,18 @@ def main(arguments: Sequence[str]) -> int:
     if options.push:
         step = read(step, lambda checkpoint: checkpoint.manifest.step)
     with new_folder(options.out, "config.json") as folder:
-        if options.source == options.target:
+        if options.merge:
+            lines = runs.merge_run(Checkpoints(options.input), folder, step, part)
+        elif options.source == options.target:
             run = Checkpoints(options.input)
             lines = runs.differentialize_run(run, folder, step, overrides, part, options.dex_heads)
+        elif options.target == PEFT:
+            lines = runs.export_adapters(Checkpoints(options.input), folder, step, part)
         elif config is None:
             size = options.shard_mib * 2**20
             form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
-            lines = runs.export_run(Checkpoints(options.input), folder, str(options.out), **form, verify=verify)
+            form |= {"verify": verify, "bits": options.quantize}
+            lines = runs.export_run(Checkpoints(options.input), folder, str(options.out), **form)
             if options.push:
                 read(step, functools.partial(_require_equal, folder))
         else:
@@ -158,8 +169,10 @@ def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Confi
     require_writable(options.out)
     if options.push and (options.target != "hf" or is_bucket(options.out)):
         raise UserError(f"--push={options.push} requires --to=hf and a local --out, whose files it uploads")
+    if options.quantize and (options.target != "hf" or options.push):
+        raise UserError(f"--quantize={options.quantize} requires --to=hf, and no --push; upload the folder yourself")
     if options.verify:
-        _require_transformers({options.source, options.target})
+        _require_transformers({options.source, options.target}, options.quantize is not None)
     if options.source != OURS:
         if options.step is not None:
             raise UserError("--step selects a checkpoint of a run; it requires --from=difftx")
@@ -181,15 +194,21 @@ def _check_formats(options: argparse.Namespace) -> None:
         raise UserError(f"--differential={method} makes a run; it requires --to={OURS}")
     if options.dex_heads != "entropy" and method != "dex":
         raise UserError(f"--dex_heads={options.dex_heads} requires --differential=dex")
-    if method is None and (options.source == OURS) == (options.target == OURS):
-        raise UserError(f"{both}: exactly one of them must be {OURS}, unless --differential is set")
+    if options.merge and (method is not None or not options.source == options.target == OURS):
+        raise UserError(f"--merge requires --from={OURS} --to={OURS}, without --differential; other formats are merged")
+    is_new = method is not None or options.merge
+    if not is_new and (options.source == OURS) == (options.target == OURS):
+        raise UserError(f"{both}: exactly one of them must be {OURS}, unless --differential or --merge is set")
 
 
-def _require_transformers(formats: set[str]) -> None:
+def _require_transformers(formats: set[str], quantized: bool) -> None:
     if formats == {OURS}:
         raise UserError("--verify compares with the package transformers; it requires --from=hf or --to=hf")
+    if PEFT in formats:
+        raise UserError(f"--verify compares models; --to={PEFT} has adapters alone, so leave the flag out")
     if "official" in formats:
         raise UserError("--verify compares with the package transformers, which has no model of the official layout")
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    packages = ("torch", "transformers", *(["compressed_tensors"] if quantized else []))
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"--verify requires {' and '.join(missing)}: {install_hint('parity')}")

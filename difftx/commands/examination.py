@@ -84,7 +84,8 @@ class Findings:
         except Exception as error:
             if (explanation := explained(error)) is None:
                 raise
-            self.problems.append(str(explanation))
+            if str(explanation) not in self.problems:  # Two checks may find the same.
+                self.problems.append(str(explanation))
 
 
 def examine(options: argparse.Namespace, config: Config | None) -> Findings:
@@ -260,10 +261,10 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
 
 def _most_checkpoints(config: Config) -> int:
     """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
-    steps, every, best = config.train.steps, config.checkpoint.every_steps, config.checkpoint.keep_best is not None
+    c, steps, every = config.checkpoint, config.train.steps, config.checkpoint.every_steps
+    best, rolling = c.keep_best is not None, c.every_minutes is not None
     saved = list(range(every, steps, every))  # The run has the most checkpoints while it writes the last one.
-    kept = newest_and_every(config.checkpoint, saved)
-    return 1 + min(len(saved), len(kept) + best)
+    return 1 + rolling + min(len(saved), len(newest_and_every(c, saved)) + best)
 
 
 def show(findings: Findings) -> None:

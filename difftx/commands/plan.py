@@ -52,13 +52,19 @@ def main(arguments: Sequence[str]) -> int:
     from difftx.launch import estimate, search
     from difftx.model.abstract import count_parameters
     from difftx.model.architectures import describe_heads
+    from difftx.model.flops import format_bytes
     from difftx.parallel.presets import apply_preset
     from difftx.training.fit import fit
+    from difftx.training.state import state_bytes
 
     devices, title = find_devices(topology), f"{args.config} on {topology}"
     parameters = count_parameters(fit(config).model).total
     config = apply_preset(config, kind=devices[0].device_kind, devices=len(devices), parameters=parameters)
     print(f"{config.model.architecture}: {describe_heads(config.model)}; {parameters:,} parameters")
+    whole = config.but(train={"trainable": (), "lora_rank": None})
+    if whole != config:
+        state, saved = (format_bytes(size) for size in (state_bytes(config), state_bytes(whole) - state_bytes(config)))
+        print(f"the train state has {state}, {saved} less than if all parameters were trained")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         if args.search:

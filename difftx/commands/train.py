@@ -101,9 +101,10 @@ def train(
 def check_extras(config: "Config") -> None:
     """Raise `UserError` if a suite or tracker of the config does not exist, or if its package is missing."""
     from difftx.evals import check_suites
-    from difftx.training.trackers import check_trackers
 
     check_suites(config.eval.suites)
+    from difftx.training.trackers import check_trackers  # Slow, and not needed to refuse a suite.
+
     check_trackers(config.logging.trackers, installed_only=True)
 
 

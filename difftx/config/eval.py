@@ -12,6 +12,7 @@ from difftx.errors import UserError
 
 Bits = Annotated[int, fields.Rule(lambda bits: 2 <= bits <= 16, " must lie in 2 … 16")]
 Initialization = Literal["as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart"]
+RoundedProducts = Literal["int8_weights", "int4_weights", "int8", "int8_static", "fp8", "fp8_static"]
 TestSuite = Literal["loss", "recall", "position"]
 Order = Literal["random", "alternating"]
 HARNESS_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
@@ -237,11 +238,18 @@ class QuantizeConfig(Group):
 
     bits: affects.Evaluation[NonEmptyUnique[tuple[Bits, ...]]] = (16, 8, 6, 4)
     """Numbers of bits from 2 to 16, or 4, 8 and 16 for "operands". With 16, as in Figure 8, nothing is quantised."""
-    rounded: affects.Evaluation[Literal["logits", "operands"]] = "logits"
+    rounded: affects.Evaluation[Literal["logits", "operands", "products"]] = "logits"
     """What is rounded. "logits": attention logits, as in Figure 8. "operands": queries, keys and values, with a scale
-    per token and (sub-)head."""
+    per token and (sub-)head. "products": the products with weights, to each of `products`."""
     granularity: affects.Evaluation[Granularity] = "query"
     """Value of `model.attention_logit_granularity` in this suite."""
+    products: affects.Evaluation[NonEmptyUnique[tuple[RoundedProducts, ...]]] = (
+        *("int8_weights", "int4_weights"),
+        *("int8", "int8_static", "fp8", "fp8_static"),
+    )
+    """Values of `model.matmul`. With "_static", each product has one scale for all activations."""
+    calibration_tokens: affects.Evaluation[Positive[int]] = 16_384
+    """Largest number of training tokens of each source from which static scales, errors and outliers are measured."""
     suites: affects.Evaluation[NonEmptyUnique[tuple[str, ...]]] = ("loss",)
     """Suites to run with quantised attention."""
 

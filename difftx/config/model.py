@@ -9,6 +9,7 @@ from difftx.config.fields import AxisLength, Extensible, Group, NotNegative, Pos
 from difftx.errors import UserError
 
 Granularity = Literal["query", "token"]
+Matmul = Literal["compute_dtype", "fp8", "int8", "int8_weights", "int4_weights"]
 ChunkTokens = Annotated[int, Rule(lambda tokens: tokens in (1, 2, 4, 8, 16, 32), " must be a power of two, 1 … 32")]
 FewBits = Annotated[int, Rule(lambda bits: bits in (4, 8), " must be 4 or 8")]
 LogitBits = Annotated[int, Rule(lambda bits: 2 <= bits < 16, " must lie in 2 … 15; None: not quantised")]
@@ -181,6 +182,15 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     same, because rates do not transfer between heads of different widths."""
     compute_dtype: flag.Decoder[flag.Kernel[affects.Training[Literal["float32", "bfloat16"]]]] = "bfloat16"
     """Dtype of activations and matrix products. Parameters and λ are float32."""
+    matmul: affects.Training[Matmul] = "compute_dtype"
+    """Precision of the products with the weights of attention and MLP. "compute_dtype": as all other products. "fp8":
+    e4m3, and e5m2 for gradients. "int8": 8-bit integers, except in the gradients of weights. Both have a scale per row
+    and per column, which each product computes. CPUs emulate them; other devices must have units for them.
+    "int8_weights", "int4_weights": only the weights are rounded, with a scale per output, or in int4 per 128 inputs of
+    an output. Gradients pass through the rounding."""
+    matmul_ranges: flag.Decoder[affects.Training[tuple[NotNegative[float], ...]]] = ()
+    """Largest magnitudes of the inputs of all such products, layer by layer, for static scales of the inputs. (): a
+    scale per row. The suite `quantize` sets this field. It requires `remat` = "none"."""
     remat: flag.Preset[flag.Decoder[affects.Rounding[Literal["none", "dots", "full", "offload"]]]] = "dots"
     """Activations of a layer that are saved for the backward pass, which recomputes all others. "none": all outside of
     kernels. "dots": matrix products and attention. "full": the layer's input. "offload": the layer's input, which is
@@ -206,6 +216,11 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     """The Transformer of equal size."""
 
     def __post_init__(self):
+        if self.matmul_ranges and (self.remat != "none" or len(self.matmul_ranges) % self.num_layers):
+            raise UserError(
+                f"model.matmul_ranges has {len(self.matmul_ranges)} numbers; it requires model.remat='none' and as "
+                f"many for each of model.num_layers={self.num_layers} layers; leave it at (): suite quantize sets it"
+            )
         pattern = self.window_pattern
         if self.window is None and "L" in pattern and pattern != "L":
             raise UserError(f"model.window_pattern={pattern!r} requires model.window; set it, or write G in place of L")

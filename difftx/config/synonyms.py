@@ -19,6 +19,7 @@ SYNONYMS = {
     "model.init_std": "initializer_range",
     "model.logit_soft_cap": "final_logit_softcapping final_logits_soft_cap",
     "model.compute_dtype": "dtype torch_dtype bf16 fp16 mixed_precision param_dtype",
+    "model.matmul": "fp8 quantization use_qwix_quantization float8",
     "model.remat": "gradient_checkpointing activation_checkpoint remat_policy",
     "model.attention_implementation": "attn_implementation attention_kernel flash_attention use_flash_attention",
     "data.path": "dataset dataset_path dataset_name dataset_dir train_data",
@@ -40,6 +41,7 @@ SYNONYMS = {
     "train.global_batch_tokens": "batch_size global_batch_size train_batch_size per_device_batch_size "
     "per_device_train_batch_size",
     "train.accumulation": "gradient_accumulation_steps grad_accum",
+    "train.lora_rank": "lora_r",
     "mesh.data": "ici_data_parallelism data_parallel_replicate_degree",
     "mesh.fsdp": "ici_fsdp_parallelism data_parallel_shard_degree",
     "mesh.tensor": "ici_tensor_parallelism tensor_parallel_degree",

@@ -3,7 +3,18 @@
 from typing import Annotated, Literal
 
 from difftx.config import affects, fields, flag
-from difftx.config.fields import AxisLength, Group, NotNegative, Positive, Rule, Seed, Unique, UnitHalfOpen, UnitOpen
+from difftx.config.fields import (
+    AxisLength,
+    Group,
+    NotNegative,
+    Positive,
+    Rule,
+    Seed,
+    Unique,
+    UnitClosed,
+    UnitHalfOpen,
+    UnitOpen,
+)
 from difftx.errors import UserError
 
 Steps = Annotated[
@@ -90,9 +101,25 @@ class TrainConfig(Group):
     ema_decay: affects.Training[UnitOpen | None] = None
     """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of `difftx
     eval`, `difftx generate` and `difftx convert` selects it. None: no average."""
+    trainable: affects.Training[Unique[tuple[str, ...]]] = ()
+    """Paths of the parameters that train, such as "blocks/attention/lambda_*", where * stands for any text. All others
+    are frozen: they have neither gradients nor moments. Empty: all parameters, or with `lora_rank` the adapters."""
+    lora_rank: affects.Training[AxisLength | None] = None
+    """Rank of an adapter A B that is added to each weight W of attention and MLP (LoRA, arXiv 2106.09685). Checkpoints
+    have W, A and B, and their readers compute with the merged weight. None: no adapters."""
+    lora_alpha: affects.Training[Positive[float]] = 16.0
+    """The factor of an adapter is `lora_alpha` / `lora_rank`."""
     z_loss: affects.Training[NotNegative[float]] = 0.0
     """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
     over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""
+    teacher: flag.Bucket[flag.Resume[affects.Training[str | None]]] = None
+    """Path of a checkpoint, or of a run with checkpoints, whose model is the teacher. The loss is then (1 - w) NLL +
+    w t² KL(teacher ‖ model), with w = `distill_weight` and the temperature t = `distill_temperature` (arXiv
+    1503.02531). None: no teacher."""
+    distill_weight: affects.Training[UnitClosed] = 0.5
+    """Weight of the teacher in the loss."""
+    distill_temperature: affects.Training[Positive[float]] = 1.0
+    """Divisor of both models' logits in the KL divergence."""
     seed: flag.Seed[affects.Training[Seed]] = 0
     """Random seed of the initial parameters."""
     kernel_choice: affects.Rounding[Literal["measured", "fixed"]] = "measured"
@@ -180,6 +207,9 @@ class CheckpointConfig(Group):
 
     every_steps: affects.Nothing[Positive[int]] = 1000
     """Number of steps between checkpoints. The last step and a SIGTERM also write one."""
+    every_minutes: affects.Nothing[Positive[float] | None] = None
+    """Number of minutes after which a rolling checkpoint is written if there was no other. A kill then loses at most
+    about this time. The next checkpoint replaces it, once it is complete. None: no rolling checkpoint."""
     keep: affects.Nothing[Positive[int]] = 3
     """Number of newest checkpoints to keep. The same number at multiples of `every_steps` is kept too."""
     keep_every_steps: affects.Nothing[Positive[int] | None] = None

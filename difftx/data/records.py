@@ -6,7 +6,6 @@ import glob
 import gzip
 import json
 import lzma
-import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from difftx.errors import UserError, did_you_mean, read_error
 from difftx.files import open_file
 from difftx.storage import objects
 from difftx.storage.hub import HubFile
-from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
+from difftx.storage.paths import AnyPath, BucketPath, glob_matcher, is_bucket, path_of
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -42,23 +41,17 @@ def open_stream(file: AnyPath | HubFile, stored: BinaryIO | None = None) -> Bina
 
 
 def bucket_files(pattern: BucketPath) -> dict[BucketPath, objects.Description]:
-    """Return the description of each object that a path, folder or glob names, sorted by path.
-
-    As on local disks, wildcards match no "/" except for "**", and leave out names that begin with a dot, as folders do.
-    """
+    """Return the description of each object that a path, folder or glob names, sorted by path."""
     parts = pattern.parts
     fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     if fixed == len(parts) and (found := objects.describe(pattern)):
         return {pattern: found}
     folder = type(pattern)(*parts[:fixed])
-    rest = "/".join(parts[fixed:]) or "**"
-    from fsspec.utils import glob_translate
-
-    matches = re.compile(glob_translate(rest)).match
+    matches = glob_matcher("/".join(parts[fixed:]) or "**")
     return {
         folder / name: description
         for name, description in sorted(objects.describe_below(folder).items())
-        if matches(name) and not re.search(r"(^|/)\.", name)
+        if matches(name)
     }
 
 

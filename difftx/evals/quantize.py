@@ -1,9 +1,9 @@
-"""Suite `quantize`: other suites with attention in few bits (Figure 8 of the paper; docs/suites.md)."""
+"""Suite `quantize`: other suites with attention or products in few bits (Figure 8 of the paper; docs/suites.md)."""
 
 from typing import Any
 
 from difftx.config import Config
-from difftx.evals import SUITES
+from difftx.evals import SUITES, products
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.inner import evaluate_inner, require_quantizable
 from difftx.evals.result import Result
@@ -19,8 +19,10 @@ ROUNDED = {
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run `eval.quantize.suites` with attention rounded to each of `eval.quantize.bits` (16: not rounded)."""
+    """Run `eval.quantize.suites` with each of `eval.quantize.bits` or `eval.quantize.products`, and unrounded."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
+    if settings.rounded == "products":
+        return _evaluate_products(evaluation)
     configs = {f"{bits}_bits": quantized(config, bits) for bits in settings.bits}
     all_rounded, one_rounded = ROUNDED[settings.rounded]
     texts = {"title": f"by the bits of {all_rounded}", "x_label": f"bits of {one_rounded}; 16: not quantised"}
@@ -28,6 +30,22 @@ def evaluate(evaluation: Evaluation) -> Result:
     numbers, charts = evaluate_inner(evaluation, settings.suites, configs, lines, prefix="quantize", **texts)
     details = {"rounded": settings.rounded, "granularity": settings.granularity}
     return Result(numbers=numbers, details=details, charts=charts)
+
+
+def _evaluate_products(evaluation: Evaluation) -> Result:
+    """Run `eval.quantize.suites` with products in each of `eval.quantize.products`, and measure these by layer."""
+    config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
+    modes = list(dict.fromkeys(name.removesuffix(products.STATIC) for name in settings.products))
+    found = products.observe(evaluation, modes)
+    of_layers = products.by_layer(found, modes)
+    texts = {"title": "by the bits of products with weights", "x_label": "bits of a weight; 16: not quantised"}
+    configs, lines = (
+        products.configs_of(config, settings.products, found["largest"]),
+        products.lines_of(settings.products),
+    )
+    numbers, charts = evaluate_inner(evaluation, settings.suites, configs, lines, prefix="quantize", **texts)
+    details = {"rounded": settings.rounded, **of_layers.details}
+    return Result(numbers={**numbers, **of_layers.numbers}, details=details, charts=[*charts, *of_layers.charts])
 
 
 def quantized(config: Config, bits: int) -> Config:
@@ -49,7 +67,8 @@ SUITE = Suite(
     inner=lambda config: require_quantizable("eval.quantize.suites", config.eval.quantize.suites),
     check=lambda run: [SUITES[name].check(run) for name in run.config.eval.quantize.suites],
     quantizable=False,
-    title="Attention in few bits",
-    explanation="Other suites with attention rounded to few bits. A robust model changes little from 16 bits to 4.",
+    title="Attention or products in few bits",
+    explanation="Other suites with attention, or products with weights, rounded to few bits. A robust model changes "
+    "little from 16 bits to 4.",
     charts_show_numbers=True,
 )

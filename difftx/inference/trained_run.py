@@ -145,6 +145,8 @@ class TrainedRun:
 
         Temperature 0 takes the most likely token. The same seed gives the same continuation.
         """
+        if isinstance(stop, str):
+            raise UserError(f"stop={stop!r} is one string; give a list, such as [{stop!r}]")
         sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=top_k, top_p=top_p)
         request = Request(
             prompt=self._tokens(text, least=1, most=self._lm.context_length), new_tokens=new_tokens, seed=seed

@@ -135,6 +135,15 @@ def new_params(
     return arrays
 
 
+def copied_params(reader: ParamsReader, model: ModelConfig) -> dict[str, Streamed]:
+    """Return the parameters of a model by path."""
+    copied = {True: by_layer, False: by_rows}
+    return {
+        name: copied[name.startswith("blocks/")](shape, partial(reader.read, name))
+        for name, shape in _shapes(model).items()
+    }
+
+
 def heads_by_entropy(
     config: Config, mesh: jax.sharding.Mesh, checkpoint: Manifest, part: WeightsPart, sources: Sources
 ) -> np.ndarray:

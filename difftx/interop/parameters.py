@@ -21,7 +21,9 @@ from difftx.config import ModelConfig
 from difftx.errors import UserError, did_you_mean
 from difftx.interop.safetensors import Tensor
 from difftx.model.architectures import ARCHITECTURES, heads_of
+from difftx.model.lora import LORA
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
+from difftx.training.trainable import adapted_names
 
 Format = Literal["hf", "diffllama", "official", "motif"]
 
@@ -203,6 +205,31 @@ def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> 
                 read = partial(_export_layer, reader, model, weight, gain_LE, layer, index)
                 tensors[name.format(layer=layer)] = Streamed(shape, shape[0], lambda _, read=read: read())
     return tensors
+
+
+def peft_tensors(reader: ParamsReader, model: ModelConfig, rank: int) -> tuple[dict[str, Streamed], list[str]]:
+    """Return the adapters of a checkpoint by the names of the package peft, and the names of the adapted modules."""
+    sizes, tensors, modules = sizes_of(model) | {"r": rank}, {}, set()
+    adapted = adapted_names(model)
+    for weight in weights_of("hf", model):
+        if weight.path not in adapted:
+            continue
+        # PyTorch's matrices are [outputs, inputs]. Ours have all axes of the inputs before those of the outputs.
+        outputs, inputs = weight.axes.split()
+        ours, count = weight.our_axes.split(), adapted[weight.path][0]
+        ours_in, ours_out = " ".join(ours[:count]), " ".join(ours[count:])
+        forms = {"A": ("a", f"{ours_in} r", f"r {inputs}"), "B": ("b", f"r {ours_out}", f"{outputs} r")}
+        module = weight.names[0].removesuffix(".weight")
+        modules.add(module.rpartition(".")[2])
+        for form, (part, our_axes, axes) in forms.items():
+            for layer in range(model.num_layers):
+
+                def read(_, path=f"{LORA}/{weight.path}/{part}", layer=layer, our_axes=our_axes, axes=axes):
+                    return rearrange(reader.stored(path, layer), our_axes, axes, sizes)
+
+                name = f"base_model.model.{module.format(layer=layer)}.lora_{form}.weight"
+                tensors[name] = Streamed(shape := shape_of(axes, sizes), shape[0], read)
+    return tensors, sorted(modules)
 
 
 def _names(weight: Weight, layers: int) -> Iterator[str]:

@@ -26,22 +26,25 @@ from difftx.inference.decode import LanguageModel
 from difftx.inference.load import read_checkpoint
 from difftx.interop import differential, huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
-from difftx.interop.differential import Heads, is_changeable
+from difftx.interop.compressed import Bits, compress
+from difftx.interop.differential import Heads, copied_params, is_changeable
 from difftx.interop.fields import CONFIG, Fields, check_model, config_json, determined_fields, with_fields
-from difftx.interop.parameters import Format, architectures_of, export_params, import_params
-from difftx.interop.safetensors import read_folder, write_folder
+from difftx.interop.parameters import Format, architectures_of, export_params, import_params, peft_tensors
+from difftx.interop.safetensors import read_folder, write_folder, write_tensors
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads, heads_of
+from difftx.model.lora import LORA
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.run_files import pulled
 from difftx.training.checkpoint.checkpointer import Checkpoints
-from difftx.training.checkpoint.manifest import Manifest, WeightsPart, array_name
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart, adapters_of, array_name
 from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
 from difftx.training.checkpoint.restoring import on_mesh, restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.fit import fit
 from difftx.training.run import read_config, write_run_files
 from difftx.training.state import graph, init_params
+from difftx.training.trainable import trainable
 
 FORMATS: dict[Format, ModuleType] = {"hf": remote_code_config, "diffllama": huggingface, "official": official}
 PROMPTS = 5  # Fewest prompts whose greedy text is compared.
@@ -179,6 +182,55 @@ def differentialize_run(
     return read_checkpoint(run, step, read_config(run.workdir), convert, flag="--input", part=part)
 
 
+def merge_run(run: Checkpoints, folder: Path, step: int | None, part: WeightsPart) -> list[str]:
+    """Write a run of step 0 to `folder`, with the adapters of a run merged into its weights. Return messages."""
+
+    def merge(checkpoint: Checkpoint) -> list[str]:
+        config, tokenizer = open_tokenizer(checkpoint)
+        rank = _require_adapters(checkpoint, "--merge")
+        new, reader = config.but(train={"lora_rank": None, "trainable": ()}), ParamsReader(checkpoint.manifest, part)
+        _empty(folder)
+        save_params(folder, copied_params(reader, config.model), new, {"tokenizer": tokenizer.fingerprint})
+        write_run_files(folder, new, {"source_weights": checkpoint.weights})
+        checkpoint.require_unchanged()
+        return [f"a run of step {STEP}, {_describe(new.model)}", f"adapters of rank {rank} merged into its weights"]
+
+    return read_checkpoint(run, step, read_config(run.workdir), merge, flag="--input", part=part)
+
+
+def export_adapters(run: Checkpoints, folder: Path, step: int | None, part: WeightsPart) -> list[str]:
+    """Write the adapters of a run to `folder`, as the package peft reads them. Return messages for the user."""
+
+    def export(checkpoint: Checkpoint) -> list[str]:
+        model, train = checkpoint.config.model, checkpoint.config.train
+        rank = _require_adapters(checkpoint, "--to=peft")
+        check_representable(model, "hf")
+        if others := sorted(name for name in trainable(checkpoint.config) if not name.startswith(f"{LORA}/")):
+            raise UserError(
+                f"--to=peft: {run.workdir} has trained {others[0]} too, which adapters do not contain; use --to=hf, "
+                "which has merged weights"
+            )
+        _empty(folder)
+        tensors, modules = peft_tensors(ParamsReader(checkpoint.manifest, part), model, rank)
+        write_tensors(folder / "adapter_model.safetensors", tensors)
+        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": rank}
+        settings |= {"lora_alpha": train.lora_alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": modules}
+        write_atomically(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
+        checkpoint.require_unchanged()
+        source = checkpoint.config.checkpoint.init_from or "the start of this run"
+        return [f"adapters of rank {rank} of {', '.join(modules)}", f"they belong to the weights of {source}"]
+
+    return read_checkpoint(run, step, read_config(run.workdir), export, flag="--input", part=part)
+
+
+def _require_adapters(checkpoint: Checkpoint, flag: str) -> int:
+    """Return the rank of a checkpoint's adapters, or raise `UserError` if it has none."""
+    if (rank := adapters_of(checkpoint.manifest, checkpoint.part)["lora_rank"]) is None:
+        folder = checkpoint.manifest.folder
+        raise UserError(f"{flag}: {folder} has no adapters; training with train.lora_rank saves them")
+    return rank
+
+
 def _empty(folder: Path) -> None:
     """Delete what a conversion has written of a checkpoint that the training has deleted meanwhile."""
     for path in folder.iterdir():
@@ -244,14 +296,16 @@ def export_run(
     shard_bytes: int,
     verify: bool,
     part: WeightsPart,
+    bits: Bits | None = None,
 ) -> list[str]:
     """Write weights of the checkpoint that `read_checkpoint` selects to `folder`, later `out`. Return messages."""
 
     def export(checkpoint: Checkpoint) -> list[str]:
         _empty(folder)
-        lines = write_export(checkpoint, str(run.workdir), pulled(run.workdir), folder, out, format_, shard_bytes)
+        lines = write_export(checkpoint, str(run.workdir), pulled(run.workdir), folder, out, format_, shard_bytes, bits)
         if verify:
-            lines.append(compare_logits(folder, checkpoint.manifest, checkpoint.config, part))
+            config = checkpoint.config if bits is None else checkpoint.config.but(model={"matmul": f"{bits}_weights"})
+            lines.append(compare_logits(folder, checkpoint.manifest, config, part))
             if tokenizers.has_tokenizer(folder):
                 lines.append(in_transformers.compare_tokenizer(folder, open_tokenizer(checkpoint)[1]))
         checkpoint.require_unchanged()
@@ -261,17 +315,27 @@ def export_run(
 
 
 def write_export(
-    checkpoint: Checkpoint, workdir: str, files: Path, folder: Path, out: str, format_: Format, shard_bytes: int
+    checkpoint: Checkpoint,
+    workdir: str,
+    files: Path,
+    folder: Path,
+    out: str,
+    format_: Format,
+    shard_bytes: int,
+    bits: Bits | None = None,
 ) -> list[str]:
     """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages.
 
-    `files` has the small files of the run.
+    `files` has the small files of the run. The weights of products are rounded to `bits`, unless these are None.
     """
     step, model, part = checkpoint.manifest.step, checkpoint.config.model, checkpoint.part
     module = check_representable(model, format_)
     config, tokenizer = open_tokenizer(checkpoint)
-    shards = write_folder(folder, export_params(ParamsReader(checkpoint.manifest, part), format_, model), shard_bytes)
+    tensors = export_params(ParamsReader(checkpoint.manifest, part), format_, model)
     settings = config_json(module, config, tokenizer.eot_token)
+    if bits is not None:
+        tensors, settings["quantization_config"] = compress(tensors, bits)
+    shards = write_folder(folder, tensors, shard_bytes)
     write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     note = tokenizers.export_tokenizer(config, tokenizer, folder, settings.get("model_type"))
     if module is remote_code_config:
@@ -280,6 +344,7 @@ def write_export(
         write_generation_config(folder, tokenizer, model.embeddings)
         flags = {"from": "difftx", "to": format_, "input": workdir, "out": out, "step": step}
         flags |= {"weights": part} if part != "params" else {}
+        flags |= {"quantize": bits} if bits is not None else {}
         command = ["python", "-m", "difftx", "convert", *(f"--{name}={flags[name]}" for name in flags)]
         write_card(folder, PurePosixPath(out).name, settings, checkpoint, files, command)
     written = shards[0] if len(shards) == 1 else f"{len(shards)} safetensors files"

@@ -21,6 +21,7 @@ from difftx.training.checkpoint.weights import Streamed
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")  # Dtypes whose values float32 represents exactly.
+_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64"}  # Dtype → its name in a file that difftx writes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,38 +75,43 @@ def _read_header(file: Path) -> dict[str, Tensor]:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int) -> list[str]:
-    """Write tensors as float32 to one file or, above `shard_bytes`, to several with an index. Return the file names."""
+    """Write tensors to one file or, above `shard_bytes`, to several with an index. Return the file names."""
     shards: list[dict[str, Streamed]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():
-        if shards[-1] and 4 * tensor.size > room:
+        if shards[-1] and tensor.nbytes > room:
             shards.append({})
             room = shard_bytes
         shards[-1][name] = tensor
-        room -= 4 * tensor.size
+        room -= tensor.nbytes
     count = len(shards)
     files = [FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     for file, shard in zip(files, shards, strict=True):
-        _write_file(folder / file, shard)
+        write_tensors(folder / file, shard)
     if count > 1:
-        total = sum(4 * tensor.size for tensor in tensors.values())
+        total = sum(tensor.nbytes for tensor in tensors.values())
         file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
         write_atomically(folder / INDEX, text + "\n")
     return files
 
 
-def _write_file(path: Path, tensors: Mapping[str, Streamed]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Streamed]) -> None:
+    """Write tensors as float32 to one file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry.
     end = 0
     for name, tensor in tensors.items():
-        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": (end, end + 4 * tensor.size)}
-        end += 4 * tensor.size
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype.name],
+            "shape": tensor.shape,
+            "data_offsets": (end, end + tensor.nbytes),
+        }
+        end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # Aligns the tensors to 8 bytes.
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
             for _, block in tensor.parts():
-                file.write(np.ascontiguousarray(block, "<f4").data)
+                file.write(np.ascontiguousarray(block, tensor.dtype.newbyteorder("<")).data)
             assert file.tell() == 8 + len(text) + header[name]["data_offsets"][1], name

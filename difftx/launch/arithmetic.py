@@ -23,21 +23,27 @@ MOSAIC_GPU_PRODUCTS = {"difftx_forward": 6, "difftx_dkv": 8, "difftx_dq": 6}
 CUDNN_PRODUCTS = {CUDNN_FORWARD: 2, "dot_product_attention_bwd_wrapper": 5}
 
 
-def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, window: int | None = None) -> float:
+def executed_flops(
+    jaxpr: core.ClosedJaxpr | core.Jaxpr, window: int | None = None, *, only_8_bits: bool = False
+) -> float:
     """Return the FLOPs that one device executes in matrix products, where a multiply-add is two FLOPs.
 
     A conditional counts as its most expensive branch, and a loop of unknown length as one iteration. `window` is the
-    window of attention that an outer program has named by `difftx.kernels.backend.window_scope`.
+    window of attention that an outer program has named by `difftx.kernels.backend.window_scope`. With `only_8_bits`,
+    count only products of 8-bit operands, which no attention kernel has.
     """
-    return sum(_equation_flops(equation, window) for equation in jaxpr.eqns)
+    return sum(_equation_flops(equation, window, only_8_bits) for equation in jaxpr.eqns)
 
 
-def _equation_flops(equation: core.JaxprEqn, window: int | None) -> float:
+def _equation_flops(equation: core.JaxprEqn, window: int | None, only_8_bits: bool) -> float:
     name, params = equation.primitive.name, equation.params
     if named := re.search(rf"{WINDOW_SCOPE}(\d+)", str(equation.source_info.name_stack)):
         window = int(named[1])
     if name == "dot_general":
-        return _product_flops(equation)
+        operand: Any = equation.invars[0].aval
+        return 0 if only_8_bits and operand.dtype.itemsize > 1 else _product_flops(equation)
+    if only_8_bits and name in ("pallas_call", "mpmd_map", "core_map", *CUDNN_PRODUCTS):
+        return 0
     if name == "pallas_call":
         return _pallas_flops(equation, window)
     if name in ("mpmd_map", "core_map"):
@@ -47,7 +53,7 @@ def _equation_flops(equation: core.JaxprEqn, window: int | None) -> float:
         return _causal_flops(equation, window, rank=5, products=MOSAIC_GPU_PRODUCTS[kernel])
     if name in CUDNN_PRODUCTS:
         return _causal_flops(equation, window, rank=4, products=CUDNN_PRODUCTS[name])
-    inner = [executed_flops(jaxpr, window) for jaxpr in _inner_jaxprs(params)]
+    inner = [executed_flops(jaxpr, window, only_8_bits=only_8_bits) for jaxpr in _inner_jaxprs(params)]
     if name == "cond":
         return max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)

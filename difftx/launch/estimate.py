@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import rich.table
+from jax.interpreters import partial_eval
 
 from difftx.config import Config
 from difftx.data.loader import Batch
@@ -22,12 +23,13 @@ from difftx.kernels import cudnn
 from difftx.launch.arithmetic import executed_flops
 from difftx.launch.hlo import Collective, list_collectives
 from difftx.launch.topology import CUDNN_VERSION, GIB, Chip
-from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
+from difftx.model.flops import LOW_PRECISION_FACTORS, PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 from difftx.training.checkpoint.restoring import on_mesh
 from difftx.training.fit import fit
 from difftx.training.state import init_state, make_train_step
+from difftx.training.teacher import abstract_teacher
 from difftx.training.workload import attention_kernel
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -61,9 +63,11 @@ class Estimate:
     capacity_bytes: float  # Memory of the device.
     compile_seconds: float
     executed_flops: float  # FLOPs that one device executes, recomputation included.
+    low_precision_flops: float  # Those of them in products of 8-bit operands (`model.matmul`).
     model_flops: float  # FLOPs of the model over all devices: 6 N + 12 L T d_model per token.
     model_flops_causal: float  # The same with causal attention: 6 N + 6 L T d_model per token.
-    peak_flops: float | None  # Peak FLOP/s of one device, or None if unknown.
+    peak_flops: float | None  # Peak bfloat16 FLOP/s of one device, or None if unknown.
+    low_precision_peak: float | None  # Peak FLOP/s in 8-bit products, or None if unknown or not used.
     # Kind → runs per step, and bytes sent within a slice or GPU host and over the network.
     collectives: dict[str, dict[str, float]]
     attention: str  # Name of the attention kernel.
@@ -94,7 +98,8 @@ class Estimate:
             return None
         inside = sum(c["interconnect_bytes"] for c in self.collectives.values())
         between = sum(c["network_bytes"] for c in self.collectives.values())
-        arithmetic = self.executed_flops / self.peak_flops
+        low = self.low_precision_flops
+        arithmetic = (self.executed_flops - low) / self.peak_flops + low / (self.low_precision_peak or self.peak_flops)
         collective = max(inside / self.interconnect, between / self.network)
         state = (self.argument_bytes + self.output_bytes) / self.hbm_bandwidth
         step = max(arithmetic, collective, state)
@@ -120,12 +125,12 @@ class Estimate:
 class Bound:
     """Lower bound of a step's time: arithmetic, communication and memory at the data sheet's speeds, overlapped."""
 
-    arithmetic_seconds: float  # Time of the executed matrix products at the device's peak FLOP/s.
+    arithmetic_seconds: float  # Time of the executed matrix products at the device's peak FLOP/s, by their precision.
     # Time to send all bytes. Traffic within slices or GPU hosts overlaps with traffic over the network.
     collective_seconds: float
     state_seconds: float  # Time to read the train state and the batch from memory and to write the new state.
     step_seconds: float  # The largest of arithmetic, collective and state seconds.
-    mfu: float  # Upper bound of the model FLOPs utilisation: model FLOPs / (devices × peak FLOP/s × step seconds).
+    mfu: float  # Upper bound of the model FLOPs utilisation: model FLOPs / (devices × bfloat16 peak × step seconds).
     mfu_causal: float  # The same with `model_flops_causal`.
     days: float  # Lower bound of the configured run's time.
 
@@ -141,7 +146,8 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
         batch = Batch(
             tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask, segment_ids_BT=documents, positions_BT=documents
         )
-        return jax.jit(make_train_step(config), donate_argnums=0).trace(state, batch)
+        teacher, *params = abstract_teacher(config, mesh) or (None,)
+        return jax.jit(make_train_step(config, teacher), donate_argnums=0).trace(state, batch, *params)
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
@@ -153,6 +159,9 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         with cudnn.checked_for_target(CUDNN_VERSION):
             traced = trace_step(config, mesh)
             compiled = traced.lower().compile()
+            # Like XLA, leave out gradients that nothing uses: those of frozen parameters.
+            program = traced.jaxpr.jaxpr
+            executed, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
             attention = attention_kernel(config, mesh)
     except jax.errors.JaxRuntimeError as error:
         raise _does_not_fit(str(error)) or error from None
@@ -161,6 +170,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
     inputs_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     kind, hlo = devices[0].device_kind, compiled.as_text() or ""
     length, tokens = config.data.sequence_length, config.train.global_batch_tokens
+    factor = LOW_PRECISION_FACTORS.get(config.model.matmul, {}).get(kind)
     return Estimate(
         device_kind=kind,
         mesh=dict(mesh.shape),
@@ -176,10 +186,12 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         code_bytes=memory.generated_code_size_in_bytes,
         capacity_bytes=chip.hbm_bytes,
         compile_seconds=seconds,
-        executed_flops=executed_flops(traced.jaxpr),
+        executed_flops=executed_flops(executed),
+        low_precision_flops=executed_flops(executed, only_8_bits=True),
         model_flops=tokens * flops_per_token(config.model, length, causal=False),
         model_flops_causal=tokens * flops_per_token(config.model, length, causal=True),
-        peak_flops=PEAK_FLOPS.get(kind),
+        peak_flops=(peak := PEAK_FLOPS.get(kind)),
+        low_precision_peak=peak and factor and peak * factor,
         collectives=_totals_by_kind(list_collectives(hlo, chip.host_devices)),
         attention=attention,
         cudnn="__cudnn$fmha" in hlo,
@@ -203,6 +215,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
             out.add_row(*row)
         out.add_section()
 
+    low = e.low_precision_flops
     section(
         ("devices", f"{e.devices} × {e.device_kind}", _mesh_text(e)),
         ("compiled in", f"{e.compile_seconds:.1f} s", f"remat={e.remat}, accumulation={e.accumulation}"),
@@ -226,6 +239,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
     out.add_section()
     section(
         ("executed", f"{e.executed_flops:.3g} FLOPs", "matrix products per device and step, recomputation included"),
+        *([("in 8 bits", f"{low:.3g} FLOPs", "part of these: products with weights")] if low else []),
         ("model", f"{e.model_flops:.3g} FLOPs", "all devices: 6 N + 12 L T d_model per token"),
         ("model, causal", f"{e.model_flops_causal:.3g} FLOPs", "all devices: 6 N + 6 L T d_model per token"),
     )
@@ -234,11 +248,12 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
     if bound is None:
         section(tokens, ("time", "", f"the peak FLOP/s of {e.device_kind} are not known: no bound"))
         return out
+    rate = f"{e.peak_flops or 0:.3g} FLOP/s" + (f", in 8 bits {e.low_precision_peak or 0:.3g}" if low else "")
     crosses = any(numbers["network_bytes"] for numbers in e.collectives.values())
     network = f" ({(e.network or 0) / 1e9:.4g} over the network)" if crosses else ""
     bandwidth = f"{(e.interconnect or 0) / 1e9:.4g} GB/s{network}"
     section(
-        ("arithmetic", _seconds(bound.arithmetic_seconds), f"executed / {e.peak_flops or 0:.3g} FLOP/s"),
+        ("arithmetic", _seconds(bound.arithmetic_seconds), f"executed / {rate}"),
         ("collectives", _seconds(bound.collective_seconds), f"bytes sent / {bandwidth}"),
         ("state", _seconds(bound.state_seconds), f"arguments and outputs / {(e.hbm_bandwidth or 0) / 1e9:.4g} GB/s"),
         ("step", f"≥ {_seconds(bound.step_seconds)}", "max(arithmetic, collectives, state): one hides the others"),

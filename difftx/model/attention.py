@@ -56,6 +56,7 @@ class LayerConstants:
 
     lambda_init: jax.Array
     post_scale: jax.Array  # Factor after the head norm. By default 1 - λ_init, which would be zero for λ_init = 1.
+    ranges_P: jax.Array | None = None  # `model.matmul_ranges` of the layer, or `[L, P]` for all layers.
     # A token attends to itself and the `window - 1` tokens before it. None: to all tokens up to itself.
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
     rotates: bool = dataclasses.field(default=True, metadata={"static": True})  # Whether there is a rotary embedding.
@@ -79,7 +80,10 @@ def layer_constants(config: ModelConfig) -> LayerConstants:
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
     post_scale_L = 1 - lambda_init_L if config.post_scale is None else jnp.full_like(layer_L, config.post_scale)
-    return LayerConstants(lambda_init_L, post_scale_L)
+    ranges_LP = (
+        jnp.reshape(jnp.float32(config.matmul_ranges), (config.num_layers, -1)) if config.matmul_ranges else None
+    )
+    return LayerConstants(lambda_init_L, post_scale_L, ranges_LP)
 
 
 class SelfAttention(nnx.Module):

@@ -17,7 +17,8 @@ from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import AttentionRows
 from difftx.model.architectures import ARCHITECTURES, check_attention
 from difftx.model.attention import Angles, LayerConstants, layer_constants
-from difftx.model.layers import RMSNorm, rotary_angles, scaled, soft_cap
+from difftx.model.layers import RMSNorm, observed, rotary_angles, scaled, soft_cap
+from difftx.model.products import PRODUCT
 from difftx.parallel.layout import Layout, reshard
 
 UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
@@ -28,11 +29,11 @@ type Hook = Callable[[jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 def _saves_products(primitive: Any, *arguments: Any, **params: Any) -> bool:
     """Return whether the policy "dots" saves the results of an operation: products with weights, and attention."""
-    policies = jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _saves_attention
+    policies = jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _saves_named
     return primitive.name == CUDNN_FORWARD or any(policy(primitive, *arguments, **params) for policy in policies)
 
 
-_saves_attention = jax.checkpoint_policies.save_only_these_names(SAVED)
+_saves_named = jax.checkpoint_policies.save_only_these_names(SAVED, PRODUCT)
 
 # `model.remat` selects which values the forward pass saves. The backward pass recomputes all others. "none" has no
 # policy, because a policy that saves everything would also save the attention weights, which `kernels/xla.py`
@@ -219,6 +220,8 @@ class Decoder(nnx.Module):
         group of layers, one for each letter of `model.window_pattern`.
         """
         constants_L, period = layer_constants(self.config), len(self.config.windows)
+        if self.config.matmul_ranges:
+            layer = _with_static_scales(layer)
 
         def group(carry: Any, layers: Iterable[Any]) -> tuple[Any, Any]:
             outputs = []
@@ -255,6 +258,18 @@ class Decoder(nnx.Module):
         tokens_BT = reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
         return reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)
+
+
+def _with_static_scales(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer whose products have the ranges in its constants, in their order."""
+
+    def scaled_layer(carry: Any, block: Block, constants: LayerConstants, *others: Any) -> Any:
+        assert constants.ranges_P is not None
+        ranges = iter(jnp.unstack(constants.ranges_P))
+        with observed(lambda *_: next(ranges)):
+            return layer(carry, block, constants, *others)
+
+    return scaled_layer
 
 
 def _split_axis(x_L: jax.Array, period: int) -> jax.Array:

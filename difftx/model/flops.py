@@ -35,6 +35,12 @@ PEAK_FLOPS = {
     "TPU v6 lite": 918e12,
     "TPU7x": 2307e12 / 2,  # JAX reports a chip as two devices.
 }
+# `model.matmul` → kind → factor of `PEAK_FLOPS` for dense products of 8-bit operands with 32-bit accumulation, from the
+# same data sheets. Other kinds of `PEAK_FLOPS` have no such units.
+LOW_PRECISION_FACTORS = {
+    "fp8": {kind: 2.0 for kind in PEAK_FLOPS if ("NVIDIA" in kind and "A100" not in kind) or kind == "TPU7x"},
+    "int8": {kind: 2.0 for kind in PEAK_FLOPS if kind != "TPU7x"} | {"NVIDIA GeForce RTX 4090": 4.0, "TPU v4": 1.0},
+}
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:

@@ -1,18 +1,23 @@
 """RMSNorm, SwiGLU, rotary embedding and initialised parameters."""
 # Axes: B = batch, T = tokens, D = model width, F = hidden width of the MLP, d = width of a (sub-)head
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import P
+from jax.ad_checkpoint import checkpoint_name
 
 from difftx.config import ModelConfig
 from difftx.kernels import target
 from difftx.model.architectures import heads_of
+from difftx.model.lora import Adapted
+from difftx.model.products import COMPUTE_DTYPE, PRECISIONS, PRODUCT, ROUNDED_WEIGHTS, product, rounded_weight
 from difftx.parallel.layout import Layout
 
 
@@ -90,35 +95,100 @@ class SwiGLU(nnx.Module):
         return linear("BTF,FD->BTD", self.activation(gate_BTF) * up_BTF, self.down_FD, self.layout.act_BTD)
 
 
+# Called for each product of a layer while JAX traces it, with the arguments of `multiply` after the first. It returns
+# the largest magnitude of the input for a static scale, or None for scales per row.
+type Observer = Callable[[str, jax.Array, jax.Array, P], jax.Array | None]
+_OBSERVER: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("observer", default=None)
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Call `observer` for each product with a weight that JAX traces in this context."""
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
 def linear(subscripts: str, x: jax.Array, weight: nnx.Param, sharding: P) -> jax.Array:
-    """Return `jnp.einsum(subscripts, x, weight)` with this sharding, in the dtype of `x`."""
-    return _linear(subscripts, sharding, x, weight.astype(x.dtype))
+    """Return `jnp.einsum(subscripts, x, weight)` with this sharding, in the dtype of `x`.
+
+    The weight, if `projection` has made it, states the precision of the product: `model.matmul`. Its value may be an
+    `Adapted` (model/lora.py), whose change is in the dtype of `x`.
+    """
+    matmul, observer = weight.get_metadata().get("matmul", COMPUTE_DTYPE), _OBSERVER.get()
+    adapted = value if isinstance(value := weight.get_value(), Adapted) else None
+    base = adapted.weight if adapted else weight[...]
+    largest = None if observer is None else observer(subscripts, x, base, sharding)
+    out = multiply(matmul, subscripts, x, base, sharding, largest)
+    if adapted is None:
+        return out
+    x_axes, weight_axes, out_axes = subscripts.replace("->", ",").split(",")
+    batch = [axis for axis in out_axes if axis not in weight_axes]
+    inputs, outputs = ("".join(axis for axis in weight_axes if (axis in x_axes) is of_x) for of_x in (True, False))
+    low_axes, low_sharding = "".join((*batch, "z")), P(*(sharding[out_axes.index(axis)] for axis in batch), None)
+    low = multiply(COMPUTE_DTYPE, f"{x_axes},{inputs}z->{low_axes}", x, adapted.a, low_sharding)
+    change = multiply(COMPUTE_DTYPE, f"{low_axes},z{outputs}->{out_axes}", low, adapted.b, sharding)
+    return out + adapted.scale * change
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear(subscripts: str, sharding: P, x: jax.Array, weight: jax.Array) -> jax.Array:
+def multiply(
+    matmul: str, subscripts: str, x: jax.Array, weight: jax.Array, sharding: P, largest: jax.Array | None = None
+) -> jax.Array:
+    """Return `jnp.einsum(subscripts, x, weight)` in a precision of `model.matmul`, in the dtype of `x`.
+
+    `largest` is the largest magnitude of `x` for a static scale.
+    """
+    if matmul in ROUNDED_WEIGHTS:
+        x_axes, weight_axes, _ = subscripts.replace("->", ",").split(",")
+        weight = rounded_weight(weight, len(set(x_axes) & set(weight_axes)), ROUNDED_WEIGHTS[matmul])
+    return _linear(matmul, subscripts, sharding, x, weight if matmul in PRECISIONS else weight.astype(x.dtype), largest)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _linear(
+    matmul: str, subscripts: str, sharding: P, x: jax.Array, weight: jax.Array, largest: jax.Array | None
+) -> jax.Array:
     if x.shape[1] == 1 and target.platform() == "gpu":
         # For a single row, XLA would replace the product by a sum over a scaled copy of `weight`, which it may write.
         x = jnp.pad(x, [(0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.einsum(subscripts, x, weight, out_sharding=sharding)[:, :1]
-    return jnp.einsum(subscripts, x, weight, out_sharding=sharding)
+        return _product(matmul, subscripts, sharding, x, weight, largest)[:, :1]
+    return _product(matmul, subscripts, sharding, x, weight, largest)
 
 
-def _linear_forward(subscripts, sharding, x, weight):
+def _product(matmul, subscripts, sharding, x, weight, largest):
+    if matmul not in PRECISIONS:
+        return jnp.einsum(subscripts, x, weight, out_sharding=sharding)
+    dtypes = (PRECISIONS[matmul].forward,) * 2
+    # A remat policy that saves products must save the result in the dtype of `x`, not the sums in 32 bits.
+    return checkpoint_name(product(subscripts, x, weight, dtypes, sharding, largest).astype(x.dtype), PRODUCT)
+
+
+def _linear_forward(matmul, subscripts, sharding, x, weight, largest):
     # This product is not a call of `_linear`, in which the remat policy "dots" would not see it.
-    return jnp.einsum(subscripts, x, weight, out_sharding=sharding), (x, weight)
+    return _product(matmul, subscripts, sharding, x, weight, largest), (x, weight)
 
 
-def _linear_backward(subscripts, sharding, saved, dout):
+def _linear_backward(matmul, subscripts, sharding, saved, dout):
     x, weight = saved
-    (dx,) = jax.linear_transpose(lambda x: jnp.einsum(subscripts, x, weight, out_sharding=sharding), x)(dout)
-    # JAX would derive the weight's gradient as a transposed product. XLA's CPU backend then computes transposed copies
-    # of `dout`, which takes a third of the MLP's time.
     x_axes, weight_axes, out_axes = subscripts.replace("->", ",").split(",")
-    gradient = f"{out_axes},{x_axes}->{weight_axes}"
+    precision, mesh = PRECISIONS.get(matmul), jax.sharding.get_abstract_mesh()
+    if precision is None:
+        (dx,) = jax.linear_transpose(lambda x: jnp.einsum(subscripts, x, weight, out_sharding=sharding), x)(dout)
+    else:
+        transposed, dtypes = f"{out_axes},{weight_axes}->{x_axes}", (precision.gradient, precision.forward)
+        dx_sharding = jax.NamedSharding(mesh, jax.typeof(x).sharding.spec)
+        dx = product(transposed, dout, weight, dtypes, dx_sharding).astype(x.dtype)
     # The type of a weight that was created without a mesh has no mesh.
-    sharding = jax.NamedSharding(jax.sharding.get_abstract_mesh(), jax.typeof(weight).sharding.spec)
-    return dx, jnp.einsum(gradient, dout, x, out_sharding=sharding)
+    sharding = jax.NamedSharding(mesh, jax.typeof(weight).sharding.spec)
+    if precision is None or not precision.rounds_weight_gradient:
+        # JAX would derive the weight's gradient as a transposed product. XLA's CPU backend then computes transposed
+        # copies of `dout`, which takes a third of the MLP's time.
+        gradient = f"{out_axes},{x_axes}->{weight_axes}"
+        return dx, jnp.einsum(gradient, dout, x, out_sharding=sharding).astype(weight.dtype), None
+    gradient, dtypes = f"{x_axes},{out_axes}->{weight_axes}", (precision.forward, precision.gradient)
+    return dx, product(gradient, x, dout, dtypes, sharding).astype(weight.dtype), None
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
@@ -140,7 +210,8 @@ def projection(
     """Return a float32 weight, initialised by `model.init`, whose first `inputs` axes contract with the activations.
 
     `output` marks the last weight of a residual branch, which starts as zero if `model.zero_init_output` is True. The
-    weight's `matrix_axes` tell optimizers that it is a linear map from the first to the other axes.
+    weight's `matrix_axes` tell optimizers that it is a linear map from the first to the other axes. Its `matmul` tells
+    `linear` the precision of products.
     """
     in_axis, out_axis = tuple(range(inputs)), tuple(range(inputs, len(shape)))
     if output and config.zero_init_output:
@@ -152,7 +223,9 @@ def projection(
         init = jax.nn.initializers.normal(config.init_std / math.sqrt(config.width_ratio))
     # Counted from the end, because `Decoder` stacks the weights of all layers along a leading axis.
     axes = tuple(tuple(axis - len(shape) for axis in part) for part in (in_axis, out_axis))
-    return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec), matrix_axes=axes)
+    return nnx.Param(
+        init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec), matrix_axes=axes, matmul=config.matmul
+    )
 
 
 def vector(value: jax.Array, *, is_lambda: bool = False) -> nnx.Param:

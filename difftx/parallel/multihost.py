@@ -5,6 +5,7 @@ store. Process 0 must end last, because JAX aborts the other processes when the 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -215,6 +216,39 @@ def _result(notice: dict[str, Any]) -> Any:
     if "failure" in notice:
         raise (UserError if notice["is_mistake"] else RunError)(notice["failure"])
     return notice["value"]
+
+
+class Notice:
+    """A decision of the primary process that takes effect after the same step in all processes, without a barrier.
+
+    A process ends step n + 2 only when step n + 1 has run everywhere, so it sees what the primary process published
+    after step n.
+    """
+
+    def __init__(self):
+        """Begin. All processes must do so as often as each other."""
+        _calls["notice"] += 1
+        self._name, self._made = f"difftx/notice/{_calls['notice']}", 0
+        self._step: int | None = None  # Step after which the decision takes effect, if there is one.
+
+    def takes_effect(self, decide: Callable[[], bool], step: int) -> bool:
+        """Return whether a decision takes effect after this step. All processes must call this after every step.
+
+        The primary process calls `decide` unless a decision is pending.
+        """
+        if jax.process_count() == 1:
+            return decide()
+        key = f"{self._name}/{self._made}"
+        if self._step is None and is_primary() and decide():
+            self._step = step + 2
+            service().key_value_set(key, str(self._step))
+        elif self._step is None and not is_primary():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # There is no decision.
+                self._step = int(service().key_value_try_get(key))
+        if self._step is None or step < self._step:
+            return False
+        self._made, self._step = self._made + 1, None
+        return True
 
 
 class Interrupt:

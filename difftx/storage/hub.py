@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import RunError, UnreadableError, UserError, import_extra
+from difftx.storage.paths import glob_matcher
 from difftx.storage.reading import ObjectReader
 
 SCHEME = "hf://"
@@ -57,14 +58,11 @@ def list_files(field: str, pattern: str, commit: str | None) -> list[HubFile]:
         commit = commit or str(api.dataset_info(repository, revision=revision).sha)
         options: Any = {"recursive": True, "revision": commit, "repo_type": "dataset"}
         entries = list(api.list_repo_tree(repository, folder or None, **options))
-    from fsspec.utils import glob_translate
-
-    # As on local disks, wildcards match no names that begin with a dot. Folders have no `blob_id`.
-    matches = re.compile(glob_translate(rest)).match
+    matches = glob_matcher(rest)
     files = [
         HubFile(repository, commit, entry.path, entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
         for entry in sorted(entries, key=lambda entry: entry.path)
-        if hasattr(entry, "blob_id") and matches(entry.path) and not re.search(r"(^|/)\.", entry.path)
+        if hasattr(entry, "blob_id") and matches(entry.path)  # Folders have no `blob_id`.
     ]
     if not files:
         raise UserError(f"{where}: no file of commit {commit[:12]} matches; check the pattern, such as **/*.parquet")

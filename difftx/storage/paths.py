@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,3 +56,14 @@ def scheme_of(field: str, text: str) -> str | None:
 def is_bucket(path: AnyPath) -> "TypeIs[epath.Path]":
     """Return whether a path is in a bucket."""
     return not isinstance(path, Path)
+
+
+def glob_matcher(pattern: str) -> Callable[[str], bool]:
+    """Return the function that tests whether a glob names an object, given its name.
+
+    As on local disks, wildcards match no "/" except for "**", and no names that begin with a dot.
+    """
+    from fsspec.utils import glob_translate
+
+    matches = re.compile(glob_translate(pattern)).match
+    return lambda name: matches(name) is not None and not re.search(r"(^|/)\.", name)

@@ -11,6 +11,8 @@ from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import padded_size
 from difftx.errors import UserError
 from difftx.model.architectures import ARCHITECTURES, check_attention, require_multiple
+from difftx.model.flops import LOW_PRECISION_FACTORS, PEAK_FLOPS
+from difftx.model.products import COMPUTE_DTYPE
 from difftx.parallel.mesh import batch_shards
 from difftx.training.optimizer import make_optimizer
 from difftx.training.workload import attention_call, kernel_function
@@ -40,6 +42,15 @@ def check_model(config: Config, mesh: jax.sharding.Mesh | None = None) -> None:
     if mesh is not None:
         for field, size in {"model.mlp_dim": model.mlp_dim, "model.vocab_size": model.embeddings}.items():
             require_multiple(field, size, mesh.shape["tensor"], "mesh.tensor")
+        check_products(model.matmul, mesh.devices.flat[0].device_kind)
+
+
+def check_products(matmul: str, kind: str) -> None:
+    """Raise `UserError` if a kind of device is known to have no units for products in 8 bits."""
+    usable = [name for name, factors in LOW_PRECISION_FACTORS.items() if kind in factors]
+    if kind in PEAK_FLOPS and matmul not in (COMPUTE_DTYPE, *usable):
+        choices = " or ".join(map(repr, [*usable, COMPUTE_DTYPE]))
+        raise UserError(f"model.matmul={matmul!r}: {kind} has no units for such products; use {choices}")
 
 
 def _check_groups(config: Config) -> None:

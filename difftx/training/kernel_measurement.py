@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -129,7 +128,7 @@ def _child(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     jax.config.update("jax_cuda_visible_devices", devices)
-    load_extensions([Path(path) for path in extensions])
+    load_extensions(extensions)
     workload = attention_workload(config, target.device_kind(), jax.local_device_count() * processes)
     names = workload.candidates() if todo is None else todo
     end.send(names)

@@ -1,6 +1,7 @@
 """The training loop, which starts again from an earlier checkpoint after too many bad steps."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -18,7 +19,7 @@ from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
 from difftx.files import resolved
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
-from difftx.parallel.multihost import Interrupt, agree, barrier, decide_on_primary, is_primary, print_on_primary
+from difftx.parallel.multihost import Interrupt, Notice, agree, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
@@ -29,6 +30,8 @@ from difftx.training.profile import StepTracer, out_of_memory
 from difftx.training.resume import restore
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
+from difftx.training.teacher import Teacher, read_teacher
+from difftx.training.trainable import merged
 
 PROGRESS_LABEL = "{what} {done}/{total}"
 # Path in `evals/` of a suite's result, journal or figure, of a step.
@@ -56,7 +59,9 @@ def train(
     try:
         run.check_records()
         with run.lock() as run, Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
-            training = Training(run, evaluate, exports, interrupt, monitor, allow_config_change)
+            if (teacher := read_teacher(run)) is not None:
+                run = dataclasses.replace(run, teacher=teacher.weights)
+            training = Training(run, teacher, evaluate, exports, interrupt, monitor, allow_config_change)
             return training.run_to_end(time.perf_counter() if began is None else began)
     except jax.errors.JaxRuntimeError as error:
         if explanation := out_of_memory(run, error):
@@ -75,6 +80,7 @@ class Training:
     def __init__(
         self,
         run: Run,
+        teacher: Teacher | None,
         evaluate: Callable[..., Mapping[str, Any]],
         exports: ModuleType | None,
         interrupt: Interrupt,
@@ -84,7 +90,8 @@ class Training:
         self._run, self._config, self._evaluate_suites, self._exports = run, run.config, evaluate, exports
         self._interrupt, self._monitor, self._allow_config_change = interrupt, monitor, allow_config_change
         self._barrier_timeout = run.config.multihost.barrier_timeout_seconds
-        self._train_step = jax.jit(make_train_step(run.config), donate_argnums=0)
+        config, params = (None, ()) if teacher is None else (teacher.config, (teacher.params,))
+        self._train_step, self._teacher = jax.jit(make_train_step(run.config, config), donate_argnums=0), params
 
     def run_to_end(self, began: float) -> int:
         """Train, and return the exit code. `began` is the result of `time.perf_counter()` at the start."""
@@ -145,7 +152,7 @@ class Training:
         """Compile the train step in all processes, before one of them runs it and waits for the others."""
         display = Work(enabled=is_primary(), is_output=True)
         with display, self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
-            self._train_step.lower(self._state.train, self._state.loader.abstract_batch()).compile()
+            self._train_step.lower(self._state.train, self._state.loader.abstract_batch(), *self._teacher).compile()
             # Compilation may take much longer in one process. The heartbeat detects a process that died or froze.
             barrier("compiled train step", max(self._barrier_timeout, self._config.multihost.watchdog_seconds))
         self._monitor.beat(self._start)
@@ -161,13 +168,17 @@ class Training:
             task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
             reporter = Reporter(self._run, self._writer, display, stack.enter_context(task), guard)
             self._export(reporter, display, only_if_absent=True)
+            rolling = Notice()
             while state.step < steps and guard.tripped is None and not interrupt.requested(state.step):
                 self._take_step(reporter)
                 if state.step % config.eval.every_steps == 0 or state.step == steps:
                     self._evaluate(reporter, display)
+                is_due = config.checkpoint.every_minutes and rolling.takes_effect(self._checkpointer.is_due, state.step)
                 if state.step % config.checkpoint.every_steps == 0:
                     self._save(reporter)
                     self._export(reporter, display)
+                elif is_due and state.step < steps:
+                    self._save(reporter, rolling=True)
             reporter.flush()
             self._goodput.switch("save")
             # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
@@ -187,7 +198,7 @@ class Training:
         self._tracer.start(state.step + 1, reporter.wait)
         # Raise an error for an accidental transfer between host and device, because it would stall all devices.
         with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=state.step + 1):
-            state.train, metrics = self._train_step(state.train, batch)
+            state.train, metrics = self._train_step(state.train, batch, *self._teacher)
         state.step += 1
         self._monitor.beat(state.step)
         reporter.push(state.step, metrics, state.loader.tokens, data_wait)
@@ -205,7 +216,8 @@ class Training:
             weights = self._checkpointer.weights_id(step)
             self._run.owner.check()
             try:
-                results = self._evaluate_suites(self._run, state.train.params, step, suites, work, weights)
+                params = merged(state.train.params, self._config.train)
+                results = self._evaluate_suites(self._run, params, step, suites, work, weights)
             except Exception:
                 # A restart from an earlier checkpoint would fail at the same evaluation again, so save this step. With
                 # several processes, those that have not failed still wait in the evaluation and cannot take part.
@@ -222,17 +234,17 @@ class Training:
         self._write_goodput()
         reporter.restart_clock()
 
-    def _save(self, reporter: "Reporter") -> None:
+    def _save(self, reporter: "Reporter", *, rolling: bool = False) -> None:
         state, step = self._state, self._state.step
         require_equal_replicas(state.train.params, f"checkpoint of step {step}", self._barrier_timeout)
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
-        if state.guard.first_regular is None:
+        if state.guard.first_regular is None and not rolling:
             state.guard.first_regular = step
         if state.guard.last_step_is_good:
             with self._goodput.section("save"):
-                state.save()
+                state.save(rolling=rolling)
         reporter.restart_clock()
 
     def _export(self, reporter: "Reporter", display: Work, *, only_if_absent: bool = False) -> None:

@@ -6,6 +6,7 @@ chunk, so that the logits are neither stored nor computed again in the backward 
 """
 # Axes: B = batch, T = tokens, D = model width, V = vocabulary, N = all tokens on one device, C = tokens of a chunk.
 
+import dataclasses
 import functools
 
 import jax
@@ -24,16 +25,42 @@ CHUNK_LOGITS, LARGE_CHUNK_LOGITS = 2**26, 2**29
 CHUNK_MULTIPLE = 256  # Tokens. Products on GPUs and TPUs waste a part of their last tile unless it is full.
 
 
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+    """The loss (1 - weight) NLL + weight t² KL(teacher ‖ model) at a temperature t (arXiv 1503.02531)."""
+
+    weight: float
+    temperature: float
+    logit_soft_cap: float | None  # Of the teacher.
+
+
 def batch_loss(model: Decoder, batch: Batch, z_loss: float = 0.0) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Return the sum of NLL and z-loss over the targets in the loss mask, the z-loss in it, and per-layer statistics.
 
     All are in nats. The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv
     2204.02311).
     """
-    x_BTD, stats = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+    x_BTD, stats = _hidden(model, batch)
     inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap
     with jax.named_scope("loss"):
         return *weighted_loss(*inputs, cap, z_loss), stats
+
+
+def batch_distilled_loss(
+    model: Decoder, batch: Batch, z_loss: float, teacher: Decoder, weight: float, temperature: float
+) -> tuple[jax.Array, tuple[jax.Array, ...], dict[str, jax.Array]]:
+    """Return `distilled_loss` for the targets in the loss mask, and the model's per-layer statistics."""
+    with jax.named_scope("teacher"):
+        of_teacher = _hidden(teacher, batch)[0], teacher.unembedding()
+    x_BTD, stats = _hidden(model, batch)
+    inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap
+    distillation = Distillation(weight, temperature, teacher.config.logit_soft_cap)
+    with jax.named_scope("loss"):
+        return *distilled_loss(*inputs, of_teacher, cap, z_loss, distillation), stats
+
+
+def _hidden(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
 
 
 def token_scores(
@@ -62,6 +89,48 @@ def weighted_loss(
     """
     nll_BT, log_z_BT, _ = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
     return _sums(nll_BT, log_z_BT, weight_BT, z_loss)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def distilled_loss(
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weight_BT: jax.Array,
+    teacher: tuple[jax.Array, jax.Array],
+    logit_soft_cap: float | None,
+    z_loss: float,
+    distillation: Distillation,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return the weighted sum of the loss of `Distillation` and the z-loss, and those of NLL, z-loss and KL divergence.
+
+    `teacher` has the last hidden state and the unembedding of the teacher, whose gradient is zero.
+    """
+    rest = logit_soft_cap, z_loss, distillation
+    return _distilled_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, teacher, *rest)[0]
+
+
+def _distilled_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, teacher, logit_soft_cap, z_loss, distillation):
+    layout, w = Layout(), distillation.weight
+    of_model = (layout.act_BTD, layout.embedding_VD)
+    in_specs = (*of_model, layout.act_BT, layout.act_BT, *of_model)
+    out_specs = (layout.act_BT, layout.act_BT, layout.act_BT, *of_model)
+    options = {"logit_soft_cap": logit_soft_cap, "z_loss": z_loss, "distillation": distillation}
+    local = functools.partial(_loss_and_gradients, **options)
+    call = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    nll_BT, log_z_BT, kl_BT, dx_BTD, dtable_VD = call(x_BTD, table_VD, targets_BT, weight_BT, *teacher)
+    dweight_BT = (1 - w) * nll_BT + z_loss * log_z_BT**2 + w * distillation.temperature**2 * kl_BT
+    nll, kl = jnp.sum(nll_BT * weight_BT), jnp.sum(kl_BT * weight_BT)
+    of_z = z_loss * jnp.sum(log_z_BT**2 * weight_BT)
+    total = (1 - w) * nll + of_z + w * distillation.temperature**2 * kl
+    return (total, (nll, of_z, kl)), (dx_BTD, dtable_VD, dweight_BT)
+
+
+def _distilled_loss_backward(logit_soft_cap, z_loss, distillation, residuals, dsums):
+    return *_weighted_loss_backward(logit_soft_cap, z_loss, residuals, dsums), None
+
+
+distilled_loss.defvjp(_distilled_loss_forward, _distilled_loss_backward)
 
 
 def _weighted_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, logit_soft_cap, z_loss):
@@ -114,29 +183,58 @@ def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
     return call(x_BTD, table_VD, targets_BT)
 
 
-def _loss_and_gradients(x_BTD, table_VD, targets_BT, weight_BT, *, logit_soft_cap, z_loss):
-    """Return the NLL and log Z of one device's tokens, and the gradients for its x and its shard of the table."""
+def _loss_and_gradients(
+    x_BTD, table_VD, targets_BT, weight_BT, *teacher, logit_soft_cap, z_loss, distillation: Distillation | None = None
+):
+    """Return the NLL and log Z of one device's tokens, and the gradients for its x and its shard of the table.
+
+    With a teacher's hidden state and unembedding, also return the KL divergence, after log Z.
+    """
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
+    arrays_BT = {"x": x_BTD, "target": targets_BT, "weight": weight_BT}
+    if distillation is not None:
+        arrays_BT["teacher"], teacher_VD = teacher[0], _whole_rows(teacher[1], teacher[0].dtype)
 
     def chunk(dtable_VD, arrays):
         logits_CV, log_z_C, target_C, is_target_CV = _logits(arrays["x"], table_VD, arrays["target"], logit_soft_cap)
         p_CV = jnp.exp(logits_CV - log_z_C[:, None])
+        kl, change_CV = (), None
+        if distillation is not None:
+            w, t = distillation.weight, distillation.temperature
+            kl_C, excess_CV = _divergence(logits_CV, arrays["teacher"], teacher_VD, distillation)
+            kl, change_CV = (kl_C,), w * (t * excess_CV - (p_CV - is_target_CV.astype(p_CV.dtype)))
         if z_loss:  # The derivative of log² Z is 2 log Z p.
             p_CV *= (1 + 2 * z_loss * log_z_C)[:, None]
-        dlogits_CV = (p_CV - is_target_CV.astype(p_CV.dtype)) * arrays["weight"][:, None]
+        dlogits_CV = p_CV - is_target_CV.astype(p_CV.dtype)
+        if change_CV is not None:
+            dlogits_CV += change_CV
+        dlogits_CV *= arrays["weight"][:, None]
         if logit_soft_cap is not None:  # The derivative of c tanh(z / c) is 1 - tanh²(z / c).
             dlogits_CV *= 1 - (logits_CV / logit_soft_cap) ** 2
         dlogits_CV = dlogits_CV.astype(table_VD.dtype)
         dx_CD = jnp.einsum("CV,VD->CD", dlogits_CV, table_VD, preferred_element_type=jnp.float32)
         dtable_VD += jnp.einsum("CV,CD->VD", dlogits_CV, arrays["x"], preferred_element_type=jnp.float32)
-        return dtable_VD, (log_z_C - target_C, log_z_C, jax.lax.psum(dx_CD, "tensor").astype(x_BTD.dtype))
+        return dtable_VD, (log_z_C - target_C, log_z_C, *kl, jax.lax.psum(dx_CD, "tensor").astype(x_BTD.dtype))
 
-    all_chunks = _chunks(table_VD, x=x_BTD, target=targets_BT, weight=weight_BT)
-    dtable_VD, (nll, log_z, dx) = jax.lax.scan(chunk, jnp.zeros(table_VD.shape, jnp.float32), all_chunks)
+    all_chunks = _chunks(table_VD, **arrays_BT)
+    dtable_VD, (*scores, dx) = jax.lax.scan(chunk, jnp.zeros(table_VD.shape, jnp.float32), all_chunks)
     dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
     dtable_VD = jax.lax.psum(dtable_VD, ("data", "context"))
-    nll_BT, log_z_BT = (_joined(x, targets_BT.shape) for x in (nll, log_z))
-    return nll_BT, log_z_BT, _joined(dx, x_BTD.shape), dtable_VD
+    return *(_joined(x, targets_BT.shape) for x in scores), _joined(dx, x_BTD.shape), dtable_VD
+
+
+def _divergence(logits_CV, teacher_CD, teacher_VD, distillation: Distillation):
+    """Return KL(teacher ‖ model) of each token, and by how much the model's probabilities exceed the teacher's."""
+    teacher_CV = jnp.einsum("CD,VD->CV", teacher_CD, teacher_VD, preferred_element_type=jnp.float32)
+
+    def log_softmax(logits_CV):
+        logits_CV = logits_CV / distillation.temperature
+        shifted_CV = logits_CV - jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")[:, None]
+        return shifted_CV - jnp.log(jax.lax.psum(jnp.sum(jnp.exp(shifted_CV), axis=-1), "tensor"))[:, None]
+
+    log_q_CV, log_p_CV = log_softmax(logits_CV), log_softmax(soft_cap(teacher_CV, distillation.logit_soft_cap))
+    p_CV = jnp.exp(log_p_CV)
+    return jax.lax.psum(jnp.sum(p_CV * (log_p_CV - log_q_CV), axis=-1), "tensor"), jnp.exp(log_q_CV) - p_CV
 
 
 def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:

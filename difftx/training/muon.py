@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from difftx.config import Config
-from difftx.model.abstract import parameter_metadata
 from difftx.training.parametrization import adam_eps, rate_factors
+from difftx.training.trainable import metadata
 
 MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # Input axes and output axes of weights, counted from the end.
 
@@ -63,7 +63,7 @@ def matrix_axes(config: Config) -> Any:
         inputs, outputs = axes
         return inputs, tuple(axis for axis in outputs if axis not in outputs[batch])
 
-    tree = parameter_metadata(config.model, "matrix_axes", None)
+    tree = metadata(config, "matrix_axes", None)
     return jax.tree.map(split, tree, is_leaf=lambda axes: axes is None or isinstance(axes, tuple))
 
 

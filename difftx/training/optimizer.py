@@ -10,9 +10,9 @@ import optax
 
 from difftx.config import Config
 from difftx.errors import UserError
-from difftx.model.abstract import parameter_metadata, vector_mask
 from difftx.registry import Registry
 from difftx.training.parametrization import adam_eps, check_parametrization, rate_factors
+from difftx.training.trainable import metadata
 
 # An entry returns an optax schedule, which maps an update's index, from 0, to the learning rate.
 SCHEDULES: Registry[Callable[[Config], optax.Schedule]] = Registry(
@@ -106,7 +106,7 @@ def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransfo
         optimizer = _in_bfloat16(optimizer)
     factor, decay = c.lambda_learning_rate_factor, c.lambda_weight_decay
     if factor != 1 or decay:
-        is_lambda = parameter_metadata(config.model, "is_lambda", False)
+        is_lambda = metadata(config, "is_lambda", False)
         if factor != 1:
             optimizer = optax.chain(optimizer, optax.masked(optax.scale(factor), is_lambda))
         if decay:
@@ -161,8 +161,8 @@ def _prescribed_updates(config: Config) -> optax.GradientTransformation:
 
     They depend on the parameters alone, so a run that starts from the weights of another run continues its progress.
     """
-    is_constant = parameter_metadata(config.model, "is_constant", False)
-    is_progress = parameter_metadata(config.model, "is_progress", False)
+    is_constant = metadata(config, "is_constant", False)
+    is_progress = metadata(config, "is_progress", False)
 
     def update(update: jax.Array, param: jax.Array, is_constant: bool, is_progress: bool) -> jax.Array:
         if is_progress:
@@ -174,7 +174,7 @@ def _prescribed_updates(config: Config) -> optax.GradientTransformation:
 
 def decay_mask(config: Config) -> Any:
     """Return a tree of booleans that selects the parameters with weight decay: projections and embeddings."""
-    return jax.tree.map(operator.not_, vector_mask(config.model))
+    return jax.tree.map(operator.not_, metadata(config, "is_vector", False))
 
 
 def updates_made(opt_state: Any) -> jax.Array:

@@ -26,6 +26,7 @@ import optax
 from difftx.config import Config
 from difftx.errors import UserError
 from difftx.model.abstract import parameter_metadata, vector_mask
+from difftx.training.trainable import split
 
 SUPPORTED_OPTIMIZERS = ("adamw", "muon")  # Optimizers that use `rate_factors`.
 
@@ -41,6 +42,11 @@ def check_parametrization(config: Config) -> None:
         raise UserError(
             f"model.architecture={config.model.architecture!r} continues the training of a Transformer, at a learning "
             "rate of its own; leave model.mup_base_width at None"
+        )
+    if config.train.lora_rank is not None:
+        raise UserError(
+            f"train.lora_rank={config.train.lora_rank}: model.mup_base_width has no rule for adapters; leave one of "
+            "them at None"
         )
     is_vector, is_projection = vector_mask(config.model)["blocks"], _projections(config)["blocks"]
     for path, is_known in jax.tree.leaves_with_path(jax.tree.map(operator.or_, is_vector, is_projection)):
@@ -64,7 +70,7 @@ def rate_factors(config: Config, *, exponent: float) -> tuple[optax.GradientTran
     weight decay. The decay per update, which is added afterwards, does not depend on the width.
     """
     factor = config.model.width_ratio**-exponent
-    return () if factor == 1 else (optax.masked(optax.scale(factor), _projections(config)),)
+    return () if factor == 1 else (optax.masked(optax.scale(factor), split(config, _projections(config))[0]),)
 
 
 def _projections(config: Config) -> dict:

@@ -22,6 +22,7 @@ from difftx.training.checkpoint import protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.manifest import MANIFEST, Manifest, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
+from difftx.training.checkpoint.retention import ROLLING
 from difftx.training.fit import fit
 from difftx.training.guards import Guard, decide
 from difftx.training.optimizer import learning_rate
@@ -75,10 +76,11 @@ class RunState:
     guard: Guard
     source_weights: str | None  # Identifier of the parameters from `checkpoint.init_from`. None for new parameters.
 
-    def save(self, *, wait: bool = False) -> None:
-        """Save a checkpoint, in the background unless `wait` is True."""
+    def save(self, *, wait: bool = False, rolling: bool = False) -> None:
+        """Save a checkpoint, in the background unless `wait` is True. The next one replaces a `rolling` one."""
         data = self.loader.state() | {"guard": self.guard.state(), "source_weights": self.source_weights}
-        data |= {"valid": self.run.data.valid_fingerprints}
+        data |= {"teacher": self.run.teacher} if self.run.teacher is not None else {}
+        data |= {"valid": self.run.data.valid_fingerprints} | ({ROLLING: True} if rolling else {})
         save = self.checkpointer.save_and_wait if wait else self.checkpointer.save
         save(self.train, data, self.run.config)
 
@@ -128,7 +130,7 @@ def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) 
         return resume(checkpointer.read(step))
     decide_on_primary(run.require_none_saved)
     if source.branch_from is not None:
-        state = _read_source("branch_from", source.branch_from, resume)
+        state = read_source("checkpoint.branch_from", source.branch_from, resume)
         # The source may delete its checkpoint, and may have a newer one at the next start.
         state.save(wait=True)
         return state
@@ -149,8 +151,8 @@ def _initial(run: Run, checkpointer: Checkpointer) -> RunState:
     """Return the state of step 0, with the parameters of `checkpoint.init_from` or new ones."""
     state, weights = jit_init(init_state, run.config), None
     if (source := run.config.checkpoint.init_from) is not None:
-        params, weights = _read_source("init_from", source, functools.partial(_params_in, run))
-        state = dataclasses.replace(state, params=params)
+        params, weights = read_source("checkpoint.init_from", source, functools.partial(_params_in, run))
+        state = dataclasses.replace(state, params=state.params | params)  # Adapters are new.
     return RunState(run, checkpointer, state, 0, _loader(run), Guard(run.config.guards), weights)
 
 
@@ -179,6 +181,11 @@ def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_c
         )
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = restore_state(manifest, abstract, run.mesh), manifest.loader
+    if not allow_config_change and loader_state.get("teacher") != run.teacher:
+        raise UserError(
+            f"train.teacher={run.config.train.teacher}: has other weights than the teacher up to step {step}; name the "
+            "checkpoint of that teacher, or continue nevertheless with --allow_config_change"
+        )
     valid = run.data.valid_fingerprints
     for change in signature_changes(loader_state["valid"], valid):
         # The workdir of a branch has no results of earlier steps.
@@ -287,9 +294,9 @@ def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | No
     return None if is_equal else f"{before:.3g} → {after:.3g}"
 
 
-def _read_source[T](field: str, source: str, read: Callable[[Manifest], T]) -> T:
-    """Return `read(checkpoint)` for the checkpoint that a field of `checkpoint` names by its folder or its run."""
-    path, name = path_of(f"checkpoint.{field}", source), f"checkpoint.{field}={source}"
+def read_source[T](field: str, source: str, read: Callable[[Manifest], T]) -> T:
+    """Return `read(checkpoint)` for the checkpoint that a field of the config names by its folder or its run."""
+    path, name = path_of(field, source), f"{field}={source}"
 
     def is_checkpoint() -> bool:
         if size_of(path / MANIFEST) is None or list_folder(path).get("checkpoints"):

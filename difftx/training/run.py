@@ -61,6 +61,7 @@ class Run:
     tokenizer: Tokenizer
     data: Sources
     run_id: str | None = None  # Random identity of the run, which its checkpoints carry. Known once the run is locked.
+    teacher: str | None = None  # Identifier of the weights of `train.teacher`, once they are read.
     owner: Owner = UNLOCKED  # Writes the files in `workdir` (`lock_workdir`).
 
     @classmethod

@@ -18,9 +18,11 @@ from difftx.config import Config
 from difftx.data.loader import Batch
 from difftx.model.abstract import one_abstract_device, vector_mask
 from difftx.model.decoder import Decoder
+from difftx.model.lora import LORA
 from difftx.parallel.layout import BATCH, Layout
-from difftx.training.loss import batch_loss
+from difftx.training.loss import batch_distilled_loss, batch_loss
 from difftx.training.optimizer import learning_rate, make_optimizer, updates_made
+from difftx.training.trainable import join, new_adapters, split, with_adapters
 
 Metrics = dict[str, Any]  # Name → scalar, or array with one number per layer.
 
@@ -55,11 +57,21 @@ def init_params(config: Config, seed: ArrayLike | None = None) -> Any:
     return nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(key))))
 
 
-def init_state(config: Config, seed: ArrayLike | None = None) -> TrainState:
-    """Return the state before the first update, with the parameters of `init_params`."""
+def init_trained(config: Config, seed: ArrayLike | None = None) -> Any:
+    """Return the parameters of `init_params`, and the adapters if `train.lora_rank` is set."""
     params = init_params(config, seed)
+    if (rank := config.train.lora_rank) is None:
+        return params
+    key = jax.random.key(config.train.seed if seed is None else seed)
+    return params | {LORA: new_adapters(config.model, params, rank, jax.random.fold_in(key, rank))}
+
+
+def init_state(config: Config, seed: ArrayLike | None = None) -> TrainState:
+    """Return the state before the first update, with the parameters of `init_trained`."""
+    params = init_trained(config, seed)
+    moments = make_optimizer(config).init(split(config, params)[0])
     ema = None if config.train.ema_decay is None else jax.tree.map(jnp.zeros_like, params)
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), ema)
+    return TrainState(jnp.zeros((), jnp.int32), params, moments, ema)
 
 
 def jit_init[T](init: Callable[[Config, ArrayLike], T], config: Config) -> T:
@@ -77,8 +89,10 @@ def state_bytes(config: Config) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(config: Config, teacher: Config | None = None) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the pure function `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
+
+    With the config of a teacher, `step(state, batch, teacher_params)` adds the metric "teacher_kl".
 
     The loss is the mean over the tokens in the loss mask. The sum over all microbatches is divided once, so that tokens
     have equal weights even if the masks of microbatches differ in size. If the loss or the norm of the gradient is not
@@ -87,44 +101,52 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
-    def sums_and_grad(params: Any, batch: Batch):
-        """Return the sums of the NLL and of the z-loss, the statistics of the layers, and the gradient."""
+    teacher_graph = None if teacher is None else graph(teacher, Layout.of(config.mesh.context_method))
 
-        def loss_of(params: Any):
-            loss, z_loss, stats = batch_loss(nnx.merge(graphdef, params), batch, config.train.z_loss)
-            return loss, (loss - z_loss, z_loss, stats)
+    def sums_and_grad(params: Any, batch: Batch, teacher_params: Any):
+        """Return the sums of NLL, z-loss and (with a teacher) KL, the statistics of the layers, and the gradient."""
+        train, frozen = split(config, params)
 
-        grads, (nll, z_loss, stats) = jax.grad(loss_of, has_aux=True)(params)
-        return (nll, z_loss), stats, grads
+        def loss_of(train: Any):
+            model, c = nnx.merge(graphdef, with_adapters(join(train, frozen), config.train)), config.train
+            if teacher_graph is not None:
+                of_teacher = nnx.merge(teacher_graph, teacher_params), c.distill_weight, c.distill_temperature
+                loss, sums, stats = batch_distilled_loss(model, batch, c.z_loss, *of_teacher)
+                return loss, (sums, stats)
+            loss, z_loss, stats = batch_loss(model, batch, c.z_loss)
+            return loss, ((loss - z_loss, z_loss), stats)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        params = _cast_layers(config, state.params)
+        grads, (sums, stats) = jax.grad(loss_of, has_aux=True)(train)
+        return sums, stats, grads
+
+    def step(state: TrainState, batch: Batch, teacher_params: Any = None) -> tuple[TrainState, Metrics]:
+        params, (before, frozen) = _cast_layers(config, state.params), split(config, state.params)
         if config.train.accumulation == 1:
-            (nll, z_loss), stats, grads = sums_and_grad(params, batch)
+            sums, stats, grads = sums_and_grad(params, batch, teacher_params)
         else:
 
             def add(total: Any, microbatch: Batch):
-                sums, stats, grads = sums_and_grad(params, microbatch)
+                sums, stats, grads = sums_and_grad(params, microbatch, teacher_params)
                 return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, (sums, grads)), stats
 
-            zero = ((jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params))
+            zero = ((jnp.zeros(()),) * (2 if teacher is None else 3), jax.tree.map(jnp.zeros_like, before))
             microbatches = split_microbatches(batch, config.train.accumulation)
-            ((nll, z_loss), grads), stats = jax.lax.scan(add, zero, microbatches)
+            (sums, grads), stats = jax.lax.scan(add, zero, microbatches)
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
-        tokens = jnp.sum(batch.loss_mask_BT)
+        (nll, z_loss, *kl), tokens = sums, jnp.sum(batch.loss_mask_BT)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(tokens, 1.0), grads)
         loss, grad_norm = nll / tokens, optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         # optax requires implicit promotion of dtypes.
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params, ema = optax.apply_updates(state.params, updates), None
+            updates, opt_state = optimizer.update(grads, state.opt_state, before)
+            params, ema = optax.apply_updates(before, updates), None
             if (decay := config.train.ema_decay) is not None:
-                ema = updated_average(state.ema, params, decay, updates_made(opt_state))
+                ema = updated_average(state.ema, join(params, frozen), decay, updates_made(opt_state))
             params, opt_state, ema = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
                 (params, opt_state, ema),
-                (state.params, state.opt_state, state.ema),
+                (before, state.opt_state, state.ema),
             )
         metrics = {
             "loss": loss,
@@ -135,7 +157,9 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         }
         if config.train.z_loss:
             metrics["z_loss"] = z_loss / tokens
-        return TrainState(state.step + 1, params, opt_state, ema), metrics
+        if kl:
+            metrics["teacher_kl"] = kl[0] / tokens
+        return TrainState(state.step + 1, join(params, frozen), opt_state, ema), metrics
 
     return step
 
@@ -147,9 +171,10 @@ def _cast_layers(config: Config, params: Any) -> Any:
     layers then take half of the memory that they would take in float32.
     """
     dtype, mask = config.model.compute_dtype, vector_mask(config.model)["blocks"]
-    return params | {
-        "blocks": jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), params["blocks"], mask)
-    }
+    cast = {"blocks": jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), params["blocks"], mask)}
+    if LORA in params:
+        cast[LORA] = jax.tree.map(lambda x: x.astype(dtype), params[LORA])
+    return params | cast
 
 
 def updated_average(average: Any, params: Any, decay: float, updates: jax.Array) -> Any:

@@ -31,6 +31,8 @@ from difftx.parallel.mesh import make_mesh
 from difftx.training.state import init_params
 from difftx.training.workload import attention_kernel
 
+NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: no TPU to compile for")
+
 
 def compiled_step(c, devices) -> str:
     """Return the HLO of the train step on the mesh of the config."""
@@ -95,6 +97,29 @@ def test_the_loops_over_layers_have_matrices_and_their_gradients_in_bfloat16(con
         assert not any(f"f32[{shape}]" in loop for loop in layer_loops)
 
 
+def operands_of_products(text: str) -> set[tuple[str, ...]]:
+    """Return the dtypes of both operands of each product in an HLO, in alphabetical order."""
+    found = set()
+    for computation in re.split(r"\n(?=(?:ENTRY )?%)", text):
+        dtypes = dict(re.findall(r"%([\w.-]+) = (\w+)\[", computation))
+        for operands in re.findall(r" (?:dot|convolution)\((.*?)\)", computation):
+            found.add(tuple(sorted(dtypes.get(name.strip().lstrip("%"), name) for name in operands.split(",")[:2])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topology", "matmul", "expected"),
+    [
+        pytest.param("h100:4", "fp8", {("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2")}, marks=h200.needs_plugin),
+        pytest.param("h100:4", "int8", {("s8", "s8")}, marks=h200.needs_plugin),
+        pytest.param("v5p:2x2x1", "int8", {("s8", "s8")}, marks=NEEDS_LIBTPU),
+    ],
+)
+def test_the_products_of_the_step_have_operands_of_8_bits(config, topology, matmul, expected):
+    c = override(sharded(config), {"model.matmul": matmul, "model.attention_implementation": "xla"})
+    assert expected <= operands_of_products(compiled_step(c, find_devices(parse_topology(topology))))
+
+
 @h200.needs_plugin
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("kind", ["a100", "b200"])
@@ -109,7 +134,6 @@ def test_the_step_on_gpus_without_wgmma_uses_cudnn(config, kind, documents):
     assert found.bound is not None
 
 
-NEEDS_LIBTPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: no TPU to compile for")
 DOCUMENTS = {"data.document_mask": "True"}
 ZIGZAG = {"mesh.fsdp": "1", "mesh.context": "2", "mesh.context_method": "zigzag"}
 

@@ -187,6 +187,8 @@ BROKEN = {
     "floats": ({"a.npy": npy(np.zeros(3))}, [], "a.npy: an array of shape (3,) and dtype float64; write one row"),
     "pickles": ({"a.npy": npy(np.array([{}]))}, [], "a.npy: an array of shape (1,) and dtype object; write one row"),
     "no npy": ({"a.npy": RAW}, [], "a.npy: not a file of numpy (the magic string is not correct"),
+    "open header": ({"a.npy": npy(IDS[0]).replace(b"}", b" ")}, [], "a.npy: not a file of numpy ("),
+    "long header": ({"a.npy": npy(IDS[0])[:8] + b"\xff" * 2**17}, [], "a.npy: not a file of numpy (Header info leng"),
     "cut npy": ({"a.npy": npy(np.zeros(9, int))[:-8]}, [], "a.npy: 192 bytes, not 200 bytes for 9 ids of int64; copy"),
     "empty npy": ({"a.npy": npy(np.zeros(0, int))}, [], "a.npy: the file has no ids"),
     "compressed": ({"a.npy.gz": RAW}, [], "a.npy.gz: token files are read by parts; decompress it"),

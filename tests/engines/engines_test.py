@@ -1,4 +1,4 @@
-"""Exported folders in vLLM, on the CPU. Run with `make engines`."""
+"""Exported folders in vLLM and in SGLang's norms, on the CPU. Run with `make engines`."""
 
 import json
 import os
@@ -12,17 +12,18 @@ import pytest
 from conftest import ROOT
 from helpers.inference_models import prompts_of
 from helpers.interop_folders import export
-from helpers.interop_models import SERVABLE, exported
+from helpers.interop_models import CLASSES, SERVABLE, exported
 
 import difftx
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 
 PYTHON = os.environ.get("ENGINES_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="make engines installs vLLM, and runs these tests with it")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="make engines installs the engines, and runs these tests with them")
 
 PROMPTS = prompts_of(range(3, 23))
 NEW_TOKENS = 24
+SERVED = (*SERVABLE, *CLASSES)
 END_OF_TEXT = 256  # All tokens of text are smaller.
 BFLOAT16 = ("diff", "zero_branch", "dex")  # Models with λ vectors or λ.
 FLAGS = ("--dtype=float32", "--max-model-len=256", "--enforce-eager")  # Compilation takes a minute.
@@ -35,38 +36,51 @@ SHARDED = {
 def environment(folder):
     """Return the environment of vLLM: 1 GiB of cache and one thread per process, and modelling files in `folder`."""
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    # Tensor-parallel ranks would compile part of the embedding, on a busy machine for longer than vLLM waits (300 s).
+    cpu |= {"TORCHDYNAMO_DISABLE": "1"}
     # Each process would compile vLLM's and torch's modules again, for 20 s.
     files = {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONDONTWRITEBYTECODE": ""}
     return os.environ | cpu | files | {"VLLM_NO_USAGE_STATS": "1"}
 
 
-@pytest.fixture(scope="session")
-def greedy(config, mesh_of, tmp_path_factory):
-    """Return difftx's greedy tokens by model, and the results of vLLM by task, from one process."""
-    folder = tmp_path_factory.mktemp("engines")
-    ours, tasks = {}, {}
-
-    def add(task, name, **options):
-        where = {"folder": str(folder / name / "hf"), "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
-        tasks[task] = where | {"vocabulary": END_OF_TEXT + 1, "options": {"dtype": "float32"} | options}
-
-    for name in (*SERVABLE, "top_k"):
-        # vLLM's attention on CPUs has heads of 32 channels, and no narrower ones.
-        lm, _, _ = exported(config, mesh_of(), name, folder / name, value_width=32)
-        requests = [Request(prompt=prompt, new_tokens=NEW_TOKENS, seed=0) for prompt in PROMPTS]
-        ours[name] = [completion.tokens for completion in generate(lm, requests, GREEDY)]
-        add(name, name)
-    for name in BFLOAT16:
-        add(f"{name} in bfloat16", name, dtype="bfloat16")
-    for task, (name, options) in SHARDED.items():
-        add(task, name, **options)
-    (folder / "tasks.json").write_text(json.dumps(tasks))
-    command = [PYTHON, Path(__file__).with_name("in_vllm.py"), folder / "tasks.json", folder / "results.json"]
+def results_of(script, arguments, folder):
+    """Return what a script of this folder writes in the environment of the engines, given its arguments as JSON."""
+    given, found = (folder / f"{script} {kind}.json" for kind in ("arguments", "results"))
+    given.write_text(json.dumps(arguments))
+    command = [PYTHON, Path(__file__).with_name(script), given, found]
     subprocess.run(command, check=True, cwd=folder, env=environment(folder))
-    return ours, json.loads((folder / "results.json").read_text())
+    return json.loads(found.read_text())
 
 
-@pytest.mark.parametrize("task", [*SERVABLE, *SHARDED])
+@pytest.fixture(scope="session")
+def models(config, mesh_of, tmp_path_factory):
+    """Return difftx's model and the exported folder by name."""
+    folder, found = tmp_path_factory.mktemp("engines"), {}
+    for name in (*SERVED, "top_k"):
+        # vLLM's attention on CPUs has heads of 32 channels, and no narrower ones.
+        lm, _, exported_to = exported(config, mesh_of(), name, folder / name, value_width=32)
+        found[name] = lm, str(exported_to)
+    return found
+
+
+@pytest.fixture(scope="session")
+def greedy(models, tmp_path_factory):
+    """Return difftx's greedy tokens by model, and the results of vLLM by task, from one process."""
+    requests = [Request(prompt=prompt, new_tokens=NEW_TOKENS, seed=0) for prompt in PROMPTS]
+    ours = {
+        name: [completion.tokens for completion in generate(lm, requests, GREEDY)] for name, (lm, _) in models.items()
+    }
+    chosen = {name: (name, {}) for name in models} | SHARDED
+    chosen |= {f"{name} in bfloat16": (name, {"dtype": "bfloat16"}) for name in BFLOAT16}
+    common = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "vocabulary": END_OF_TEXT + 1}
+    tasks = {
+        task: common | {"folder": models[name][1], "options": {"dtype": "float32"} | options}
+        for task, (name, options) in chosen.items()
+    }
+    return ours, results_of("in_vllm.py", tasks, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.mark.parametrize("task", [*SERVED, *SHARDED])
 def test_vllm_writes_the_greedy_text_of_difftx(greedy, task):
     ours, results = greedy
     theirs = [[token for token in tokens if token != END_OF_TEXT] for tokens in results[task]["tokens"]]
@@ -84,6 +98,15 @@ def test_vllm_keeps_lambda_in_float32(greedy, name):
 
 def test_vllm_refuses_a_model_that_is_not_servable(greedy):
     assert "architecture 'top_k' is not servable" in greedy[1]["top_k"]["error"]
+
+
+def test_norms_of_sglang_compute_those_of_the_folder(config, mesh_of, tmp_path):
+    # In `models`, heads are as wide as the model, so a norm of heads with the model's width would not fail.
+    made = {name: exported(config, mesh_of(), name, tmp_path / name) for name in SERVED}
+    results = results_of("in_sglang.py", {name: str(folder) for name, (_, _, folder) in made.items()}, tmp_path)
+    assert not {name: result for name, result in results.items() if "error" in result}
+    assert max(result["change"] for result in results.values()) < 1e-6
+    assert all(result["norms"] > 2 * made[name][0].config.model.num_layers for name, result in results.items())
 
 
 def test_the_documented_command_serves_the_texts_of_difftx(tmp_path):

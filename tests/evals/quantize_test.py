@@ -1,6 +1,7 @@
 """The suite quantize: rounded attention, against a reference implementation."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from difftx.config.build import override
 from difftx.errors import UserError
 from difftx.evals import run as evals
 from difftx.evals.quantize import quantized
+from difftx.model.abstract import parameter_metadata
 from difftx.training.fit import fit
 from difftx.training.run import Run
 
@@ -59,6 +61,66 @@ def test_operands_are_rounded(config, text_file, tmp_path):
         assert result.numbers[f"loss_loss_{bits}_bits"] == expected
     assert abs(result.numbers["loss_loss_4_bits"] / result.numbers["loss_loss_16_bits"] - 1) > 1e-4
     assert result.details["rounded"] == "operands"
+
+
+def test_products_are_rounded(config, text_file, tmp_path):
+    """Weights alone are compared with NumPy's rounding, and other precisions with runs that have them as a field.
+
+    tests/model/products_test.py compares the products themselves with NumPy.
+    """
+    names = ["int8_weights", "int4_weights", "int8", "int8_static", "fp8", "fp8_static"]
+    changes = {"eval__quantize__rounded": "products", "eval__quantize__suites": "loss", "model__num_layers": 3}
+    run = open_run(config, text_file, tmp_path, eval__quantize__calibration_tokens=256, **changes)
+    params = random_params(run)
+    result = evals.evaluate(run, params, 0, ["quantize"])["quantize"]
+    found = {name: result.numbers[f"loss_loss_{name}"] for name in ["16_bits", *names]}
+
+    def loss(params, **model):
+        changed = dataclasses.replace(run, config=replace(run.config, "model", **model))
+        return evals.evaluate(changed, params, 0, ["loss"])["loss"].numbers["loss"]
+
+    assert found["16_bits"] == loss(params)
+    for name in ("int8", "fp8"):
+        assert found[name] == loss(params, matmul=name)
+    with jax.set_mesh(run.mesh):
+        for name, levels, group in (("int8_weights", 127, 64), ("int4_weights", 7, 128)):
+            assert found[name] == pytest.approx(loss(rounded_by_numpy(run, params, levels, group)), rel=1e-6)
+    assert abs(found["int4_weights"] / found["16_bits"] - 1) > 1e-4
+    for name in ("int8", "fp8"):
+        assert found[f"{name}_static"] not in (found[name], found["16_bits"])
+        assert found[f"{name}_static"] == pytest.approx(found["16_bits"], rel=0.05)
+    ranges_LP, errors = np.array(result.details["ranges"]), result.details["errors"]
+    assert ranges_LP.shape == (3, 7)
+    np.testing.assert_array_equal(ranges_LP[:, [0, 0, 4]], ranges_LP[:, [1, 2, 5]])  # Q, K and V, and gate and up.
+    assert len(set(ranges_LP.ravel())) == 3 * 4
+    for low, high in (("int8_weights", "int8"), ("int8", "fp8"), ("fp8", "int4_weights")):
+        assert (np.array(errors[low]) < errors[high]).all()
+    charts = {chart.name: chart for chart in result.charts}
+    lines = {line.name: (line.x, line.y) for line in charts["quantize_loss_loss"].series}
+    weights = [found[name] for name in ("int4_weights", "int8_weights", "16_bits")]
+    assert lines["weights only"] == ([4.0, 8.0, 16.0], weights)
+    assert len(lines) == 5
+    assert {"quantize_errors", "quantize_outliers"} <= set(charts)
+
+
+def rounded_by_numpy(run, params, levels, group):
+    """Return parameters with rounded matrices of the layers. A scale has `group` inputs or fewer, as they divide."""
+    axes = parameter_metadata(run.config.model, "matrix_axes", None)
+
+    def one(weight_L, matrix_axes):
+        if matrix_axes is None:
+            return weight_L
+        inputs = len(matrix_axes[0])
+        values = np.asarray(weight_L)
+        count = int(np.prod(values.shape[1 : 1 + inputs]))
+        size = math.gcd(count, group) if levels == 7 else count
+        groups = values.reshape(len(values), count // size, size, -1)
+        scale = np.abs(groups).max(2, keepdims=True) / np.float32(levels)
+        rounded = (np.rint(groups / scale) * scale).reshape(values.shape)
+        return jax.device_put(rounded, weight_L.sharding)
+
+    blocks = jax.tree.map(one, params["blocks"], axes["blocks"], is_leaf=lambda leaf: leaf is None)
+    return params | {"blocks": blocks}
 
 
 def test_kernel_and_config_fields(config):

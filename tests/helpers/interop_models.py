@@ -41,6 +41,13 @@ MODELS = {
     "sink": ("sink", HEADS),
     "signed_mask": ("signed_mask", {"num_heads": 2, "num_kv_heads": 1, "attention_bias": "true", **LLAMA3}),
 }
+# Models of classes of transformers, which need no modelling file. Not every format or engine of the tests has windows.
+CLASSES = {
+    "qwen2": ("transformer", HEADS | {"attention_bias": "true"}),
+    "qwen3": ("transformer", HEADS | {"qk_norm": "true"}),
+    "mistral": ("transformer", HEADS | {"window": 8}),
+    "smollm3": ("transformer", HEADS | {"window_pattern": "GN"}),
+}
 NOT_SERVABLE = ("top_k", "off_by_one", "sink", "signed_mask")
 SERVABLE = tuple(name for name in MODELS if name not in NOT_SERVABLE)
 
@@ -55,7 +62,7 @@ def exported(config, mesh, name, folder, format_="hf", value_width=None):
 
     `value_width` replaces the width of the heads of values.
     """
-    architecture, fields = MODELS[name]
+    architecture, fields = (MODELS | CLASSES)[name]
     fields = {"compute_dtype": "float32"} | fields
     if value_width is not None:
         fields |= {"head_dim": value_width // (2 if architecture in ("diff", "gda") else 1)}

@@ -251,7 +251,7 @@ def test_folders_that_cannot_be_converted(tmp_path):
         (["--differential=dex", "--config=quickstart"], "--config=quickstart requires --from=hf or"),
         (["--differential=dex", "--verify"], "--verify compares with the package transformers; it requires --from=hf"),
         (["--differential=dex", "--step=3"], "step 3: no such checkpoint"),
-        ([], "exactly one of them must be difftx, unless --differential is set"),
+        ([], "exactly one of them must be difftx, unless --differential or --merge is set"),
         (["--differential=dex", "--to=hf"], "--differential=dex makes a run; it requires --to=difftx"),
     ],
 )

@@ -14,6 +14,7 @@ from difftx.errors import UserError
 from difftx.launch import search
 from difftx.launch.estimate import Estimate, _does_not_fit, estimate
 from difftx.launch.topology import GIB, Chip, parse_topology
+from difftx.model.flops import format_bytes
 
 MESH = {"mesh.fsdp": "4", "mesh.tensor": "2"}  # The last two of FLAGS.
 FLAGS = [f"--config.{name}={value}" for name, value in (TINY | MESH).items()]
@@ -61,6 +62,22 @@ def test_collectives_include_the_gathers_of_the_layers(planned):
     gathered = 2 * (4 * 32 * 32 + 3 * 32 * 64) * 4 / 2 * 3 / 4  # float32, half of them per tensor shard.
     assert kinds["all-gather"]["interconnect_bytes"] >= gathered
     assert all(kind["network_bytes"] == 0 for kind in kinds.values())
+
+
+@pytest.mark.long
+def test_frozen_parameters_have_no_moments(planned, tmp_path):
+    path = tmp_path / "plan.json"
+    result = plan("--topology=cpu:8", f"--json={path}", *FLAGS, "--config.train.trainable=blocks/attention/lambda_*")
+    assert result.returncode == 0, result.stderr
+    frozen_cut = (
+        2 * (4 * 32 * 32 + 3 * 32 * 64) + 264 * 32
+    )  # See `test_arguments_are_a_devices_share_of_state_and_batch`.
+    frozen_whole = 2 * (2 * 32 + 16) + 32
+    (numbers,) = json.loads(path.read_text())
+    saved = planned[1]["argument_bytes"] - numbers["argument_bytes"]
+    assert saved == pytest.approx(2 * 4 * (frozen_cut / 8 + frozen_whole), rel=0.01)
+    assert f", {format_bytes(2 * 4 * (frozen_cut + frozen_whole))} less than if all parameters" in result.stdout
+    assert numbers["executed_flops"] < 0.8 * planned[1]["executed_flops"]
 
 
 @pytest.mark.long
@@ -142,6 +159,8 @@ def test_the_bound_is_the_slowest_of_arithmetic_collectives_and_state(estimated)
     slow = dataclasses.replace(fast, interconnect=1.0)
     assert slow.bound.step_seconds == sent
     assert slow.bound.days == pytest.approx(e.steps * sent / 86_400)
+    half = dataclasses.replace(fast, low_precision_flops=e.executed_flops / 2, low_precision_peak=2e12)
+    assert half.bound.arithmetic_seconds == pytest.approx(0.75 * e.executed_flops / 1e12)
     assert dataclasses.replace(fast, hbm_bandwidth=1.0).bound.step_seconds == e.argument_bytes + e.output_bytes
 
 

@@ -18,7 +18,7 @@ from helpers.processes import JOB, TRAIN_SLOWLY, free_port, newest_step
 from helpers.training_checkpoints import largest_file
 
 from difftx.parallel.mesh import AXES
-from difftx.training.checkpoint.manifest import quarantined_in, read_manifest, why_invalid
+from difftx.training.checkpoint.manifest import quarantined_in, read_manifest, steps_in, why_invalid
 from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
@@ -51,6 +51,23 @@ def test_two_processes_train_as_one_and_stop_together(started):
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         both = [[row[name] for row in rows(group.metrics)] for group in (single, two)]
         np.testing.assert_allclose(*both, rtol=tolerance)
+
+
+def test_the_clock_of_the_primary_process_decides_on_rolling_checkpoints(started):
+    """The other clock is 90 s ahead after a second. Alone, that process would save after each step."""
+    options = {"train__steps": 60, "checkpoint__every_steps": 1000, "checkpoint__every_minutes": 1 / 60}
+    two = started(script=TRAIN_SLOWLY, devices=2, own_environment={1: {"CLOCK_RATE": "90"}}, **options)
+    found = set()
+    while two.running[0].poll() is None:
+        found.add(frozenset(steps_in(two.metrics.parent / "checkpoints")))
+        time.sleep(0.01)
+    codes_and_texts = [two.wait(process) for process in (0, 1)]
+    assert [code for code, _ in codes_and_texts] == [0, 0], codes_and_texts
+    steps = frozenset.union(*found)
+    assert 2 <= len(steps) <= 20  # A period has about 20 steps.
+    assert max(map(len, found)) == 2
+    manifest = read_manifest(two.metrics.parent / "checkpoints" / "60")
+    assert why_invalid(manifest.folder, content=True) is None
 
 
 def test_two_processes_rewind_and_stop_together(started):

@@ -64,7 +64,8 @@ def step_of():
     """Return a cached `make_train_step`, which the loop uses too. Configs with equal steps compile only once."""
     made = {}
 
-    def step_of(config):
+    def step_of(config, teacher=None):
+        assert teacher is None
         key = (config.model, config.optimizer, config.train, config.data.sequence_length)
         return made.setdefault(key, make_train_step(config))
 

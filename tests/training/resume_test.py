@@ -17,7 +17,7 @@ from helpers.training_runs import stop_after, train_losses, wait_for_step
 
 from difftx.parallel.multihost import REPEAT_SECONDS
 from difftx.training.checkpoint.checkpointer import Checkpoints
-from difftx.training.checkpoint.manifest import steps_in
+from difftx.training.checkpoint.manifest import read_manifest, steps_in, why_invalid
 from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.goodput import SECTIONS
 from difftx.training.metrics import read_metrics
@@ -94,6 +94,29 @@ def test_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
     valid = [[r["loss"] for r in train_losses(w)[1] if r["split"] == "valid"] for w in (workdir, full_run)]
     assert valid[0] == valid[1]
     assert len(valid[0]) == 3
+
+
+def train_rows(workdir):
+    return [row for row in read_metrics(workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+
+
+@pytest.mark.long
+def test_a_killed_run_loses_less_than_the_period_of_its_rolling_checkpoints(uninterrupted, tmp_path):
+    text, full_run = uninterrupted
+    workdir, seconds = tmp_path / "killed", 2.0
+    options = {"checkpoint__every_steps": 1000, "checkpoint__every_minutes": seconds / 60}
+    # A step takes 50 ms at least, so there has been more than one period.
+    assert stop_after(50, signal.SIGKILL, command(text, workdir, **options), workdir) == -signal.SIGKILL
+    folders = [workdir / "checkpoints" / str(step) for step in steps_in(workdir / "checkpoints")]
+    saved = [read_manifest(folder) for folder in folders if why_invalid(folder, content=True) is None]
+    assert all("rolling" in checkpoint.loader for checkpoint in saved)
+    assert 1 <= len(saved) <= len(folders) <= 2  # Two during a save.
+    newest = max(checkpoint.step for checkpoint in saved)
+    assert sum(row["step_seconds"] for row in train_rows(workdir) if row["step"] > newest) < seconds
+    result = train(text, workdir, checkpoint__every_minutes=0.01)
+    assert result.returncode == 0, result.stderr
+    assert train_losses(workdir)[0] == train_losses(full_run)[0]
+    jax.tree.map(np.testing.assert_array_equal, final_state(workdir), final_state(full_run))
 
 
 @pytest.mark.long

@@ -55,6 +55,31 @@ def test_retention_keeps_the_steps_of_its_rule(saved, tmp_path, rule, kept):
     assert names(saved(10, 20, 30, 40, 50, **rule)) == kept
 
 
+def test_a_rolling_checkpoint_stays_until_the_next_checkpoint_is_complete(config, tmp_path, monkeypatch):
+    """The clock is that of the test. Regular checkpoints are kept as without rolling ones between them."""
+    c, now = config(checkpoint__keep=2, checkpoint__every_steps=10, checkpoint__every_minutes=5), [0.0]
+    monkeypatch.setattr("difftx.training.checkpoint.checkpointer.time.monotonic", lambda: now[0])
+    writer, seen, remove = Checkpointer(tmp_path, c.checkpoint), [], protocol.remove
+
+    def removed(owner, folder):
+        seen.append(names(folder.parent))
+        remove(owner, folder)
+
+    monkeypatch.setattr(protocol, "remove", removed)
+    kept = []
+    for step, is_rolling in ((10, False), (12, True), (14, True), (20, False), (22, True), (30, False), (31, True)):
+        now[0] += 299
+        assert not writer.is_due()
+        now[0] += 1
+        assert writer.is_due()
+        writer.save_and_wait(state_at(step), LOADER | ({"rolling": True} if is_rolling else {}), c)
+        kept.append(names(tmp_path / "checkpoints"))
+    assert [" ".join(steps) for steps in kept] == ["10", "10 12", "10 14", "10 20", "10 20 22", "20 30", "20 30 31"]
+    assert seen[0] == ["10", "12", "14"]  # The new one is complete before the old one is deleted.
+    writer.close()
+    assert Checkpointer(tmp_path, c.checkpoint).newest() == 31
+
+
 @pytest.mark.parametrize(
     ("sets", "tokens", "kept"),
     [

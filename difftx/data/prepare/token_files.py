@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import struct
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,8 @@ from difftx.files import open_file
 # The header of an .idx file and its codes of dtypes (megatron/core/datasets/indexed_dataset.py).
 INDEX_MAGIC, INDEX_HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+# numpy evaluates the header of an .npy file as an expression of Python.
+HEADER_ERRORS = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError)
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -91,8 +94,9 @@ def _layout(source: Source, stream: BinaryIO) -> tuple[np.dtype, int, int, np.nd
     if source.kind == "npy":
         try:
             shape, _, dtype = NPY_HEADERS[np.lib.format.read_magic(stream)](stream)
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{file}: not a file of numpy ({error}); write it again with numpy.save") from error
+        except HEADER_ERRORS as error:
+            reason = next(iter(str(error).splitlines()), "")
+            raise UserError(f"{file}: not a file of numpy ({reason}); write it again with numpy.save") from error
         if len(shape) != 1 or dtype.kind not in "iu":
             raise UserError(f"{file}: an array of shape {shape} and dtype {dtype}; write one row of integers")
         start, count = stream.tell(), shape[0]

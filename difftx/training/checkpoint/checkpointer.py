@@ -7,6 +7,7 @@ process commits, checks, renames and deletes checkpoints.
 import concurrent.futures
 import contextlib
 import functools
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -156,6 +157,7 @@ class Checkpointer(Checkpoints):
         self._config, self._save_seconds, self._owner, self._on_saved = config, save_seconds, owner, on_saved
         self._verifies_content = config.verify == "checksums"
         self._saves = 0
+        self._save_began, self._last_save_seconds = time.monotonic(), 0.0
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
         self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
@@ -236,6 +238,7 @@ class Checkpointer(Checkpoints):
         if step in self._verified:
             return
         self._saves += 1
+        self._save_began = time.monotonic()
         contents, folder = f"{self._attempt}-{self._saves}", self.folder / str(step)
         describe = functools.partial(
             manifest_text,
@@ -250,6 +253,11 @@ class Checkpointer(Checkpoints):
         save = protocol.Save(self._owner, folder, contents, state.parts(), self._save_seconds)
         self._saving = step, self._background.submit(self._finish, step, functools.partial(save.write, describe))
         save.copied.wait()
+
+    def is_due(self) -> bool:
+        """Return whether a kill before the end of a new save could lose more than `checkpoint.every_minutes`."""
+        minutes, seconds = self._config.every_minutes, time.monotonic() - self._save_began
+        return minutes is not None and seconds + self._last_save_seconds >= 60 * minutes
 
     def record_finished_save(self) -> None:
         """Record the result of the save in the background, if it has ended."""
@@ -276,6 +284,7 @@ class Checkpointer(Checkpoints):
     def _finish(self, step: int, save: Callable[[], None]) -> None:
         """Save in a background thread, then delete the checkpoints that the config does not keep."""
         save()
+        self._last_save_seconds = time.monotonic() - self._save_began
         if not is_primary():
             return
         retain = functools.partial(self._retain, step)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import xxhash
 
-from difftx.config import Config
+from difftx.config import Config, TrainConfig
 from difftx.errors import UnreadableError, UserError, import_extra
 from difftx.files import (
     check_link,
@@ -32,6 +32,7 @@ from difftx.files import (
     stored,
 )
 from difftx.json_files import read_json, schema_error, with_sha256, without_sha256
+from difftx.model.lora import LORA
 from difftx.parallel.heartbeat import report_progress
 from difftx.registry import EXTENSIONS_SHAPE
 from difftx.storage import objects
@@ -90,6 +91,13 @@ class Manifest:
     def data(self) -> dict[str, Any]:
         """Signature of the training data: sources, tokenizer, rows and order."""
         return self.loader["signature"]
+
+
+def adapters_of(checkpoint: Manifest, part: WeightsPart) -> dict[str, Any]:
+    """Return the values of `train.lora_rank` and `train.lora_alpha` for the adapters that a checkpoint has."""
+    has_adapters = any(name.startswith(f"{part}/{LORA}/") for name in checkpoint.arrays)
+    fields = {"lora_rank": None, "lora_alpha": TrainConfig.lora_alpha}
+    return fields | {name: checkpoint.config["train"][name] for name in fields if has_adapters}
 
 
 def array_name(path: tuple[Any, ...]) -> str:

@@ -9,8 +9,9 @@ from difftx.config.build import config_from_dict
 from difftx.errors import UserError
 from difftx.registry import changed_extensions
 from difftx.training.checkpoint import arrays
-from difftx.training.checkpoint.manifest import Manifest, WeightsPart, describe_arrays
-from difftx.training.state import TrainState, init_params
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart, adapters_of, describe_arrays
+from difftx.training.state import TrainState, init_trained
+from difftx.training.trainable import merged
 
 
 def config_of(manifest: Manifest) -> Config:
@@ -29,13 +30,15 @@ def restore_state(manifest: Manifest, abstract: TrainState, mesh: jax.sharding.M
 def restore_params(manifest: Manifest, config: Config, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
     """Return the parameters of a valid checkpoint, sharded over `mesh` as in training with `config`.
 
-    `part` is the part of the train state that has them: "params", or their average "ema".
+    `part` is the part of the train state that has them: "params", or their average "ema". Adapters are merged.
     """
+    config = config.but(train=adapters_of(manifest, part))
     with jax.set_mesh(mesh):
-        abstract = jax.eval_shape(lambda: init_params(config))
+        abstract = jax.eval_shape(lambda: init_trained(config))
     wanted = on_mesh({part: abstract}, mesh)
     _require_arrays(manifest, wanted, f"{part}/")
-    return arrays.restore(manifest.contents, wanted)[part]
+    with jax.set_mesh(mesh):
+        return merged(arrays.restore(manifest.contents, wanted)[part], config.train)
 
 
 def _require_arrays(manifest: Manifest, wanted: Any, prefix: str = "") -> None:

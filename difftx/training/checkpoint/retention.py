@@ -14,6 +14,7 @@ from difftx.training.checkpoint.manifest import Manifest
 # What a number was measured with: the fields of the config group `eval`, and the fingerprints of the validation sets.
 Basis = Mapping[str, Any]
 VALID = "validation sets"
+ROLLING = "rolling"  # Entry of the loader's state in the manifest of a rolling checkpoint.
 
 
 def is_comparable(basis: Basis, other: Basis) -> bool:
@@ -30,10 +31,12 @@ def newest_and_every(config: CheckpointConfig, steps: Sequence[int]) -> set[int]
 def steps_to_keep(config: CheckpointConfig, checkpoints: Mapping[int, Manifest], files: Path) -> set[int]:
     """Return the steps of the checkpoints that the config keeps. `files` has the small files of the run.
 
+    A rolling checkpoint (`checkpoint.every_minutes`) is kept while it is the newest one, and does not count as another.
+
     `checkpoint.keep_best` considers only results with the basis (`Basis`) of the newest checkpoint: its validation sets
     and its fields of `eval`. A user may have evaluated another text.
     """
-    steps = sorted(checkpoints)
+    steps = sorted(step for step, checkpoint in checkpoints.items() if ROLLING not in checkpoint.loader)
     # A rewind uses only regular checkpoints, so some of them are kept too.
     regular = [step for step in steps if is_regular(checkpoints[step])]
     kept = newest_and_every(config, steps) | {*regular[-config.keep :]}
@@ -45,7 +48,7 @@ def steps_to_keep(config: CheckpointConfig, checkpoints: Mapping[int, Manifest],
         if numbers:
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
-    return kept
+    return kept | {max(checkpoints)} if checkpoints else kept
 
 
 def is_regular(checkpoint: Manifest) -> bool:

@@ -12,12 +12,14 @@ import tensorstore as ts
 
 from difftx.config import Config
 from difftx.files import write_atomically
+from difftx.model.lora import LORA, product
 from difftx.parallel.heartbeat import report_progress
 from difftx.training.checkpoint.arrays import STATE, Shards, open_array, read_part, write_shards
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     WeightsPart,
+    adapters_of,
     describe_files,
     manifest_text,
     read_manifest,
@@ -29,17 +31,20 @@ STEP = 0  # Step of a checkpoint that difftx did not train.
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A float32 array that is read in blocks while it is written."""
+    """An array, usually float32, that is read in blocks while it is written."""
 
     shape: tuple[int, ...]
     rows: int  # Number of rows of a block, along the first axis. The last block may be smaller.
     read: Callable[[slice], np.ndarray]  # Returns some rows.
-
-    dtype = np.dtype(np.float32)
+    dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 (immutable)
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
 
     def parts(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield the rows and the values of each block."""
@@ -80,9 +85,25 @@ class ParamsReader:
     def __init__(self, checkpoint: Manifest, part: WeightsPart = "params"):
         self._folder, self._part = checkpoint.contents, part
         self._opened: dict[str, ts.TensorStore] = {}
+        self._names, self._alpha = checkpoint.arrays.keys(), adapters_of(checkpoint, part)["lora_alpha"]
+        self._adapter: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def read(self, name: str, index: int | slice) -> np.ndarray:
-        """Return one layer of an array with all layers, or rows of another array, such as "embedding_VD"."""
+        """Return one layer of an array with all layers, or rows of another array, such as "embedding_VD".
+
+        An adapter of the array is merged into it.
+        """
+        path = f"{LORA}/{name}"
+        if f"{self._part}/{path}/a" not in self._names:
+            return self.stored(name, index)
+        if name not in self._adapter:
+            a, b = (self.stored(f"{path}/{each}", slice(None)) for each in ("a", "b"))
+            self._adapter = {name: (a, b)}
+        weight, (a, b) = self.stored(name, index), (each[index] for each in self._adapter[name])
+        return weight + np.float32(self._alpha / a.shape[-1]) * np.einsum(product(weight, a, b), a, b)
+
+    def stored(self, name: str, index: int | slice) -> np.ndarray:
+        """Return a part of an array as `read` does, but a weight without its adapter."""
         if name not in self._opened:
             store = open_array(self._folder, f"{self._part}/{name}", cache_bytes=0)
             chunk = store.chunk_layout.read_chunk.shape

@@ -1,0 +1,67 @@
+"""Weights in 8 or 4 bits, in the format "pack-quantized" of compressed-tensors, which transformers and vLLM read.
+
+A matrix `[outputs, inputs]` becomes `weight_packed`, whose int32 words hold 4 or 8 consecutive inputs with the first in
+the lowest bits, `weight_scale` per output and group of inputs, and `weight_shape`. A code c of b bits is stored as
+c + 2^(b - 1). The codes are those of `model.matmul` = "int8_weights" and "int4_weights".
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from difftx.model.products import group_size, groups_of
+from difftx.training.checkpoint.weights import Streamed
+
+Bits = Literal["int8", "int4"]
+# Tensors of products that `model.matmul` rounds, with the name of the module. The projection to λ is not one of them.
+_ROUNDED = re.compile(r"model\.layers\.\d+\.(.*(?<!lambda)_proj)\.weight")
+
+
+def compress(tensors: Mapping[str, Streamed], bits: Bits) -> tuple[dict[str, Streamed], dict[str, Any]]:
+    """Return the tensors with rounded weights in place of those of products, and config.json's quantization_config."""
+    found: dict[str, Streamed] = {}
+    modules_of: dict[int, set[str]] = {}  # Inputs that share a scale, or 0 for all → modules.
+    for name, tensor in tensors.items():
+        match = _ROUNDED.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        outputs, inputs = tensor.shape
+        size = group_size(inputs, jnp.dtype(bits))
+        modules_of.setdefault(size if bits == "int4" else 0, set()).add(match[1])
+        read = functools.lru_cache(maxsize=1)(functools.partial(_rounded, tensor, bits))
+        words = -(-inputs * jnp.iinfo(bits).bits // 32)
+        found |= {
+            f"{name}_packed": Streamed((outputs, words), outputs, lambda _, read=read: read()[0], np.dtype(np.int32)),
+            f"{name}_scale": Streamed((outputs, inputs // size), outputs, lambda _, read=read: read()[1]),
+            f"{name}_shape": Streamed((2,), 2, np.array(tensor.shape, np.int64).__getitem__, np.dtype(np.int64)),
+        }
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    return found, config | {"config_groups": _config_groups(modules_of, bits), "ignore": ["lm_head"]}
+
+
+def _rounded(tensor: Streamed, bits: Bits) -> tuple[np.ndarray, np.ndarray]:
+    """Return the words `[outputs, words]`, int32, and the scales `[outputs, groups]`, float32."""
+    weight = jnp.asarray(tensor.read(slice(None)).T)
+    codes, scale = groups_of(weight, 1, jnp.dtype(bits))
+    width = jnp.iinfo(bits).bits
+    per_word = 32 // width
+    stored = np.asarray(codes.astype(jnp.int8)).reshape(weight.shape).T.astype(np.int32) + 2 ** (width - 1)
+    stored = np.pad(stored, [(0, 0), (0, -stored.shape[1] % per_word)]).astype(np.uint32)
+    shifted = stored.reshape(len(stored), -1, per_word) << (width * np.arange(per_word, dtype=np.uint32))
+    return np.bitwise_or.reduce(shifted, axis=-1).view(np.int32), np.asarray(scale[:, 0].T, np.float32)
+
+
+def _config_groups(modules_of: Mapping[int, set[str]], bits: Bits) -> dict[str, Any]:
+    kind = {"num_bits": jnp.iinfo(bits).bits, "type": "int", "symmetric": True, "dynamic": False}
+    return {
+        f"group_{index}": {
+            "targets": [f"re:.*{re.escape(module)}$" for module in sorted(modules)],
+            "weights": kind | ({"strategy": "group", "group_size": size} if size else {"strategy": "channel"}),
+        }
+        for index, (size, modules) in enumerate(sorted(modules_of.items()))
+    }

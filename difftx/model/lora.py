@@ -1,0 +1,37 @@
+"""Weights with a low-rank adapter (LoRA, arXiv 2106.09685)."""
+
+import dataclasses
+import functools
+import string
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LORA = "lora"  # Name of the adapters among the parameters.
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "a", "b"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight with an adapter, in place of an array. `layers.linear` adds x A B. Other code gets the merged weight."""
+
+    weight: jax.Array  # Axes: layers if they are stacked, inputs, outputs.
+    a: jax.Array  # Axes: layers, inputs, rank.
+    b: jax.Array  # Axes: layers, rank, outputs.
+    scale: float
+
+    def astype(self, dtype: Any) -> jax.Array:
+        """Return the merged weight in a dtype."""
+        sharding = jax.typeof(self.weight).sharding.spec
+        change = jnp.einsum(product(self.weight, self.a, self.b), self.a, self.b, out_sharding=sharding)
+        return (self.weight + self.scale * change).astype(dtype)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.astype(self.weight.dtype)[index]
+
+
+def product(weight: Any, a: Any, b: Any) -> str:
+    """Return the subscripts of the product A B, for arrays with or without an axis of layers."""
+    layers, inputs, axes = a.ndim + b.ndim - weight.ndim - 2, a.ndim - 1, string.ascii_uppercase[: weight.ndim]
+    return f"{axes[:inputs]}r,{axes[:layers]}r{axes[inputs:]}->{axes}"
