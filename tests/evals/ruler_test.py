@@ -1,6 +1,8 @@
 """lm-eval's RULER tasks with a tokenizer of difftx, local texts and no network."""
 
 import json
+import re
+import shutil
 import socket
 
 import numpy as np
@@ -21,10 +23,16 @@ for _package in ("lm_eval", "tokenizers", "transformers", "wonderwords"):
 
 pytestmark = pytest.mark.long
 
-NIAH = {f"niah_{kind}": 128 for kind in ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3",
-        "multiquery", "multivalue")}  # fmt: skip
-GENERATED = NIAH | {"ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50, "ruler_qa_squad": 32, "ruler_qa_hotpot": 32}
-LENGTH = 512
+NIAH = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multiquery", "multivalue")
+# Task → tokens to generate, shortest length of the test.
+ESSAYS = tuple(kind for kind in NIAH if kind not in ("single_1", "multikey_2", "multikey_3"))  # Steps of 500 words.
+TASKS = {f"niah_{kind}": (128, 1024 if kind in ESSAYS else 512) for kind in NIAH} | {
+    "ruler_vt": (30, 1024),
+    "ruler_cwe": (120, 1024),
+    "ruler_fwe": (50, 512),
+    "ruler_qa_squad": (32, 512),
+    "ruler_qa_hotpot": (32, 512),
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,9 @@ def folder(tmp_path_factory):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     folder = tmp_path_factory.mktemp("ruler")
-    (folder / "essays.txt").write_text("".join(f"The river number {i} is long. It falls slowly. " for i in range(900)))
+    (folder / "paul_graham_essays.txt").write_text(
+        "".join(f"The river number {i} is long. It falls slowly. " for i in range(900))
+    )
     punkt = folder / "tokenizers" / "punkt_tab" / "english"
     punkt.mkdir(parents=True)
     for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
@@ -56,7 +66,9 @@ def folder(tmp_path_factory):
     categories = wonderwords.RandomWord()._categories
     words = [word for kind in ("noun", "adjective", "verb") for word in categories[kind]]
     counts = [f" {i}." for i in range(200)]
-    tokenizer.train_from_iterator([" ".join([*words, *counts]), (folder / "essays.txt").read_text()], trainer)
+    tokenizer.train_from_iterator(
+        [" ".join([*words, *counts]), (folder / "paul_graham_essays.txt").read_text()], trainer
+    )
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     write_settings(folder / "tokenizer", extra_special_tokens=[])
@@ -72,55 +84,74 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def settings(folder, *tasks, length=LENGTH):
-    return HarnessConfig(tasks=tasks, ruler_lengths=(length,), ruler_path=str(folder))
+def load(folder, task, length, tokenizer=None):
+    """Return the rows of a task."""
+    settings = HarnessConfig(tasks=(task,), ruler_lengths=(length,), ruler_path=str(folder))
+    _, tasks = load_tasks(settings, load_tokenizer(tokenizer or str(folder / "tokenizer")))
+    return list(tasks[task].test_docs())
 
 
-def counter(folder):
-    """Return a function that counts tokens with the library itself."""
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_have_exact_lengths(folder, task):
     from tokenizers import Tokenizer
 
+    generated, length = TASKS[task]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-@pytest.mark.parametrize("task", [task for task in GENERATED if task != "ruler_vt"])
-def test_prompts_have_exact_lengths(folder, task):
-    _, tasks = load_tasks(settings(folder, task), load_tokenizer(str(folder / "tokenizer")))
-    rows, count = list(tasks[task].test_docs()), counter(folder)
+    rows = load(folder, task, length)
     assert len(rows) == 500
     for row in rows[:50]:
-        # cwe and fwe count the beginning of the answer, which they then cut off.
-        text = f"{row['input']} {row['gen_prefix']}" if task in ("ruler_cwe", "ruler_fwe") else row["input"]
-        assert row["length"] == count(text) + GENERATED[task]
-        assert row["length"] - (50 if task == "ruler_fwe" else 0) <= LENGTH  # fwe fills the length without its answer.
+        # These three count the beginning of the answer. ruler_vt counts its example before it changes the names in it.
+        counts_prefix = task in ("ruler_vt", "ruler_cwe", "ruler_fwe")
+        text = f"{row['input']} {row['gen_prefix']}" if counts_prefix else row["input"]
+        counted = len(tokenizer.encode(text, add_special_tokens=False).ids) + generated
+        assert abs(row["length"] - counted) <= (30 if task == "ruler_vt" else 0)
+        assert 0.6 * length < row["length"] - (generated if task == "ruler_fwe" else 0) <= length
+    assert load(folder, task, length) == rows  # Each process of a run must ask the same questions.
 
 
-def test_vt_has_exact_lengths_or_is_refused_where_lm_eval_would_not_end(folder):
-    tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    with pytest.raises(UserError, match=r"^eval\.harness\.ruler_lengths=512: ruler_vt needs up to \d+ tokens"):
-        load_tasks(settings(folder, "ruler_vt"), tokenizer)
-    _, tasks = load_tasks(settings(folder, "ruler_vt", length=1024), tokenizer)
-    rows, count = list(tasks["ruler_vt"].test_docs()), counter(folder)
-    for row in rows[:20]:
-        # The length counts the example before the names in it are replaced by others.
-        assert abs(row["length"] - count(f"{row['input']} {row['gen_prefix']}") - 30) < 30
-        assert row["length"] <= 1024
+@pytest.mark.parametrize(
+    ("task", "length", "tokenizer", "message"),
+    [
+        ("ruler_vt", 512, None, r"at 512, ruler_vt has room for 12 tokens, but its shortest text has \d+ "),
+        ("ruler_vt", 4096, "bytes", r"at 4096, ruler_vt has room for 500 tokens, but its shortest text has \d+ "),
+        ("ruler_cwe", 512, None, r"at 512, ruler_cwe has room for 512 tokens, but its shortest text has \d+ "),
+        ("ruler_fwe", 128, None, r"at 128, ruler_fwe has room for 128 tokens, but its shortest text has \d+ "),
+        ("ruler", 512, None, r"at 512, ruler_vt "),
+        ("niah_single_2", 512, None, r"at 512, no prompt of niah_single_2 has more than \d+ tokens"),
+        ("niah_single_1", 128, None, r"\(128,\): niah_single_1: Could not generate any sample"),
+        ("ruler_qa_squad", 64, None, r"\(64,\): ruler_qa_squad: Could not generate any QA sample"),
+    ],
+)
+def test_lengths_without_room_are_refused(folder, task, length, tokenizer, message):
+    """lm-eval itself searches forever for prompts of ruler_vt, ruler_cwe and ruler_fwe that are short enough."""
+    with pytest.raises(UserError, match=rf"^eval\.harness\.ruler_lengths(: |=){message}"):
+        load(folder, task, length, tokenizer)
 
 
-def test_a_missing_file_is_named(folder, tmp_path):
-    with pytest.raises(UserError, match=r"^eval\.harness\.ruler_path=\S+ has no dev-v2\.0\.json; "):
-        load_tasks(settings(tmp_path, "ruler_qa_squad"), load_tokenizer(str(folder / "tokenizer")))
+@pytest.mark.parametrize(
+    ("task", "missing"),
+    [
+        ("niah_single_1", "tokenizers/punkt_tab/english/abbrev_types.txt"),
+        ("niah_single_2", "paul_graham_essays.txt"),
+        ("ruler_qa_squad", "dev-v2.0.json"),
+        ("ruler_qa_hotpot", "hotpot_dev_distractor_v1.json"),
+    ],
+)
+def test_a_missing_file_is_named(folder, tmp_path, task, missing):
+    shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns(*missing.split("/")[:1]))
+    with pytest.raises(UserError, match=rf"^eval\.harness\.ruler_path=\S+: no file {re.escape(missing)} \("):
+        load(tmp_path / "copy", task, 512, str(folder / "tokenizer"))
+    shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True)
+    assert load(tmp_path / "copy", task, 512)
 
 
 def test_a_model_answers(folder, tmp_path):
-    (folder / "text.txt").write_text((folder / "essays.txt").read_text().replace("slowly. ", "slowly.\n"))
-    tasks = ("niah_single_2", "ruler_qa_squad")
-    changes = {"tasks": tasks, "ruler_lengths": (LENGTH,), "ruler_path": folder, "limit": 2}
+    (folder / "text.txt").write_text((folder / "paul_graham_essays.txt").read_text().replace("slowly. ", "slowly.\n"))
+    changes = {"tasks": tuple(TASKS), "ruler_lengths": (1024,), "ruler_path": folder, "limit": 2}
     fields = {f"eval.harness.{name}": value for name, value in changes.items()}
     fields |= {"data.tokenizer": folder / "tokenizer", "model.vocab_size": "none"}
-    run = Run.open(suite_config(folder, 2 * LENGTH, **fields), tmp_path)
+    run = Run.open(suite_config(folder, 1280, **fields), tmp_path)
     params = params_from(run, lambda name, shape: 0.1 * np.random.default_rng(0).normal(size=shape))
     result = evals.evaluate(run, params, 3, ["harness"])["harness"]
-    assert {f"{task}_{LENGTH}" for task in tasks} <= result.numbers.keys()
-    assert not any(name.endswith("_4096") for name in result.numbers)
+    assert {name for name in result.numbers if not name.endswith("_stderr")} == {f"{task}_1024" for task in TASKS}
+    assert all(0 <= number.value <= 1 and number.unit == "share" for number in result.numbers.values())

@@ -1,99 +1,112 @@
 """Prompts of lm-eval's RULER tasks (arXiv 2404.06654), with the run's tokenizer and, on request, without a network.
 
-lm-eval writes the prompts when it loads a task. It asks transformers for a tokenizer by name, and downloads texts.
-`eval.harness.ruler_path` is a folder with the files that it would download:
-
-    essays.txt                       text around the needles, such as Paul Graham's essays: tasks niah_… but three
-    dev-v2.0.json                    SQuAD 2.0 as published: ruler_qa_squad
-    hotpot_dev_distractor_v1.json    HotpotQA as published: ruler_qa_hotpot
-    tokenizers/punkt_tab/english/    nltk's data punkt_tab, which splits essays.txt into sentences
+lm-eval writes the prompts when it loads a task. It asks transformers for a tokenizer by name and downloads texts. While
+a task is loaded, difftx replaces the functions of the libraries that lm-eval calls for this.
 """
 
 import contextlib
 import io
+import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
+from difftx.config.eval import HarnessConfig
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, import_extra
 from difftx.json_files import read_json
 
-NAME = "difftx"  # The name under which lm-eval's tasks ask for the tokenizer.
-ESSAYS = "baber/paul_graham_essays"  # The data set that essays.txt replaces.
+GROUPS = "ruler", "longcxt"  # A group and a tag, each of all tasks.
 
 
 def is_task(name: str) -> bool:
-    """Return whether a task or group of lm-eval is one of RULER."""
-    return name == "ruler" or name.startswith(("ruler_", "niah_"))
-
-
-def metadata(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return what RULER tasks take from lm-eval's task manager."""
-    return {"tokenizer": NAME, "max_seq_lengths": list(lengths)}
+    """Return whether `name` is a task, group or tag of RULER in lm-eval."""
+    return name in GROUPS or name.startswith(("ruler_", "niah_"))
 
 
 @contextlib.contextmanager
-def prompts(tokenizer: Tokenizer, path: str | None) -> Iterator[None]:
-    """Within the block, RULER tasks are written with `tokenizer` and, if `path` is given, the files in this folder."""
+def prompts(task: str, tokenizer: Tokenizer, settings: HarnessConfig) -> Iterator[Any]:
+    """Return a task manager that writes the prompts of `task` within the block, with `tokenizer` and `ruler_path`."""
+    import lm_eval.tasks
+
+    libraries = "transformers", "nltk", "datasets", "requests", "wonderwords"
+    transformers, nltk, datasets, requests, _ = (import_extra(library, "ruler") for library in libraries)
+
+    def tokens(text: str) -> Any:
+        return types.SimpleNamespace(input_ids=tokenizer.encode_prompt(text))
 
     def file(name: str) -> Path:
-        if not (found := Path(str(path)) / name).is_file():
-            raise UserError(f"eval.harness.ruler_path={path} has no {name}; suites.md lists the files of RULER")
+        if not (found := Path(str(settings.ruler_path)) / name).is_file():
+            raise UserError(f"eval.harness.ruler_path={settings.ruler_path}: no file {name} (see RULER in suites.md)")
         return found
 
-    def tokens(original: Callable[..., Any], name: str, **options: Any) -> Any:
-        if name != NAME:
-            return original(name, **options)
-        return lambda text: types.SimpleNamespace(input_ids=tokenizer.encode_prompt(text))
-
-    def data_set(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return {"text": [file("essays.txt").read_text()]} if args == (ESSAYS,) else original(*args, **options)
-
-    def answer(_: Callable[..., Any], url: str, **options: Any) -> Any:
-        content = read_json(file(PurePosixPath(url).name))
-        return types.SimpleNamespace(raise_for_status=lambda: None, json=lambda: content)
-
-    functions: list[tuple[Any, str, Any]] = [(_extra("transformers").AutoTokenizer, "from_pretrained", tokens)]
-    folders = _extra("nltk").data.path
-    _extra("wonderwords")
-    if path is not None:
-        functions += [(_extra("datasets"), "load_dataset", data_set), (_extra("requests"), "get", answer)]
-        functions += [(_extra("nltk"), "download", lambda *_: file("tokenizers/punkt_tab/english/abbrev_types.txt"))]
-    for name, module in list(sys.modules.items()):  # lm-eval's tasks cache tokenizers and texts.
-        for function in vars(module).values() if "tasks.ruler" in name else ():
-            getattr(function, "cache_clear", lambda: None)()
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, function in functions:
-            original = getattr(owner, attribute)
-            replaced = lambda *args, f=function, o=original, **options: f(o, *args, **options)  # noqa: E731
-            stack.enter_context(mock.patch.object(owner, attribute, replaced))
-        stack.enter_context(mock.patch.object(_extra("nltk").data, "path", [path, *folders] if path else folders))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # The tasks print their progress.
-        yield
-
-
-def check_vt(tokenizer: Tokenizer, lengths: Sequence[int]) -> None:
-    """Raise `UserError` if `ruler_vt` does not fit into a length. lm-eval would look for a shorter prompt forever."""
-    from lm_eval.tasks.ruler import vt_utils
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode_prompt(text))
-
-    # lm-eval adds sentences in steps of 5 to an example of up to 500 tokens, and in steps of 10 to the prompt.
-    example = count(vt_utils.generate_input_output(5, 1, 4, is_icl=True)[0]) + 30
-    longest = max(count(vt_utils.generate_input_output(10, 1, 4)[0]) for _ in range(20)) + 30
-    needed = max(500, example) + longest
-    if example > 500 or min(lengths) < needed:
-        why = f"an example of {example} tokens, of at most 500" if example > 500 else f"up to {needed} tokens"
-        raise UserError(
-            f"eval.harness.ruler_lengths={min(lengths)}: ruler_vt needs {why}, with the tokenizer "
-            f"{tokenizer.name!r}; choose a larger length, or name the other tasks in eval.harness.tasks"
-        )
+    replaced = [(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokens)]
+    if settings.ruler_path is not None:
+        replaced += [
+            (datasets, "load_dataset", lambda name, **_: {"text": [file(f"{Path(name).name}.txt").read_text()]}),
+            (requests, "get", lambda url, **_: mock.Mock(json=lambda: read_json(file(Path(url).name)))),
+            (nltk, "download", lambda name: file(f"tokenizers/{name}/english/abbrev_types.txt")),
+            (nltk.data, "path", [settings.ruler_path, *nltk.data.path]),
+        ]
+    for module in [name for name in sys.modules if name.startswith("lm_eval.tasks.ruler")]:
+        del sys.modules[module]  # The modules keep texts, a tokenizer and a random generator.
+    states = random.getstate(), np.random.get_state()
+    random.seed(settings.seed)
+    np.random.seed(settings.seed)
+    try:
+        with contextlib.ExitStack() as stack:
+            for owner, attribute, value in replaced:
+                stack.enter_context(mock.patch.object(owner, attribute, value))
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # lm-eval prints each length that it tries.
+            for length in settings.ruler_lengths:
+                _check_length(task, length, tokens)
+            metadata = {"tokenizer": "difftx", "max_seq_lengths": list(settings.ruler_lengths)}
+            folder = Path(lm_eval.tasks.__path__[0]) / "ruler"
+            yield lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"eval.harness.ruler_lengths={settings.ruler_lengths}: {task}: {error}") from error
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
-def _extra(module: str) -> Any:
-    return import_extra(module, "ruler")
+def check_filled(name: str, task: Any) -> None:
+    """Raise `UserError` if no prompt of a length has half of it, because lm-eval adds text in steps that do not fit."""
+    longest: dict[int, int] = {}
+    for row in task.test_docs():
+        longest[row["max_length"]] = max(row["length"], longest.get(row["max_length"], 0))
+    for length, filled in longest.items():
+        if filled < length / 2:
+            raise UserError(
+                f"eval.harness.ruler_lengths: at {length}, no prompt of {name} has more than {filled} tokens; choose a "
+                "larger length or other eval.harness.tasks"
+            )
+
+
+def _check_length(task: str, length: int, tokens: Callable[[str], Any]) -> None:
+    """Raise `UserError` if the shortest prompts of `task` exceed `length`: lm-eval would look for one forever."""
+    from lm_eval.tasks.ruler import cwe_utils, fwe_utils, vt_utils
+
+    def longest(write: Callable[..., Any], *args: Any, **options: Any) -> int:
+        draws = (write(*args, **options) for _ in range(20))
+        return max(len(tokens(" ".join(map(str, draw))).input_ids) for draw in draws)
+
+    # A prompt of ruler_vt begins with an example of up to 500 tokens. The constants are the tokens to generate.
+    for name, room, needed in (
+        ("ruler_vt", 500, lambda: longest(vt_utils.generate_input_output, 5, 1, 4, is_icl=True) + 30),
+        ("ruler_vt", length - 500, lambda: longest(vt_utils.generate_input_output, 10, 1, 4) + 30),
+        ("ruler_cwe", length, lambda: longest(cwe_utils.generate_input_output, 10, length) + 120),
+        ("ruler_fwe", length, lambda: longest(fwe_utils.generate_input_output, 2**30, tokens, num_words=32)),
+    ):
+        if task in (name, *GROUPS) and (least := needed()) > room:
+            raise UserError(
+                f"eval.harness.ruler_lengths: at {length}, {name} has room for {room} tokens, but its shortest "
+                f"text has {least} with this tokenizer; choose a larger length or other eval.harness.tasks"
+            )

@@ -1,5 +1,6 @@
 """Suite `harness`: tasks of EleutherAI's lm-eval (Tables 1 and 8 of the Differential Transformer paper)."""
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -58,54 +59,32 @@ def load_tasks(settings: HarnessConfig, tokenizer: Tokenizer) -> tuple[Any, dict
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Otherwise lm-eval logs every default and override.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Otherwise lm-eval forks, which JAX's threads do not survive.
     for field in ("data_path", "include_path", "ruler_path"):
-        path = getattr(settings, field)
-        if path is not None and not Path(path).is_dir():
+        if (path := getattr(settings, field)) is not None and not Path(path).is_dir():
             raise UserError(f"eval.harness.{field}={path}: no such folder")
-    lengths = settings.ruler_lengths if any(map(ruler.is_task, settings.tasks)) else ()
-    inputs = settings.data_path, settings.include_path, settings.num_fewshot, lengths
-    manager = _manager(*inputs, built_in=False)
-    if not set(settings.tasks) <= set(manager.all_tasks):
-        manager = _manager(*inputs, built_in=True)
+    manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=False)
+    if not {name for name in settings.tasks if not ruler.is_task(name)} <= set(manager.all_tasks):
+        manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=True)
     tasks = {}
     for name in settings.tasks:
-        if name not in manager.all_tasks:
-            # `did_you_mean` would list all of the thousands of names if none is close.
-            hint = f" Did you mean {close!r}?" if (close := closest(name, manager.all_tasks)) else ""
-            raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
-        if not ruler.is_task(name):
-            tasks |= _load(manager, name)
-            continue
-        with ruler.prompts(tokenizer, settings.ruler_path):
-            if name in ("ruler", "ruler_vt"):
-                ruler.check_vt(tokenizer, settings.ruler_lengths)
-            try:
-                tasks |= _load(manager, name)
-            except UserError:
-                raise
-            except ValueError as error:  # A length has no room for a prompt.
-                raise UserError(f"eval.harness.tasks: {name!r}: {error}") from error
+        block = ruler.prompts(name, tokenizer, settings) if ruler.is_task(name) else contextlib.nullcontext(manager)
+        with block as manager_of_task:
+            if name not in (names := manager_of_task.all_tasks):
+                # `did_you_mean` would list all of the thousands of names if none is close.
+                hint = f" Did you mean {close!r}?" if (close := closest(name, names)) else ""
+                raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
+            tasks |= _load(manager_of_task, name)
     return manager, tasks
 
 
 @functools.cache
-def _manager(
-    data_path: str | None,
-    include_path: str | None,
-    num_fewshot: int | None,
-    ruler_lengths: tuple[int, ...],
-    *,
-    built_in: bool,
-) -> Any:
+def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, built_in: bool) -> Any:
     """Return lm-eval's task manager. With `built_in`, the index of its own tasks takes half a minute to load."""
-    from lm_eval import tasks
     from lm_eval.tasks import TaskManager
 
     folders = [] if data_path is None else [LOCAL_TASKS]
     folders += [] if include_path is None else [Path(include_path)]
-    folders += [Path(tasks.__path__[0]) / "ruler"] if ruler_lengths and not built_in else []
-    metadata = ruler.metadata(ruler_lengths) if ruler_lengths else {}
-    metadata |= {} if data_path is None else {"data_path": data_path, "num_fewshot": num_fewshot or 0}
-    return TaskManager(include_path=folders, include_defaults=built_in, metadata=metadata or None)
+    metadata = None if data_path is None else {"data_path": data_path, "num_fewshot": num_fewshot or 0}
+    return TaskManager(include_path=folders, include_defaults=built_in, metadata=metadata)
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
@@ -119,11 +98,11 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             f"eval.harness.tasks: the data of {name!r} cannot be downloaded from the Hugging Face hub ({error}); "
             "remove the task, or read its data from files with eval.harness.data_path"
         ) from error
-    for task in loaded["tasks"].values():
+    for task_name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise UserError(f"eval.harness.tasks: {name!r} runs code of the model or needs images; remove the task")
-        if ruler.is_task(name) and not all(row["outputs"] for row in task.test_docs()):
-            raise UserError(f"eval.harness.tasks: {name!r} has no room for its words; give a larger ruler_lengths")
+        if ruler.is_task(name):
+            ruler.check_filled(task_name, task)
     groups = loaded["groups"]
     return {name: groups[name]} if name in groups else loaded["tasks"]
 
@@ -198,7 +177,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Number]:
     numbers = {}
     for name, value in values.items():
         metric, comma, filter_ = name.partition(",")
-        # RULER's numbers have the length as their name, and -1 for lengths without prompts.
+        # RULER's metrics are lengths, with -1 for lengths that were not asked for.
         if comma and isinstance(value, int | float | np.number) and not (metric.isdigit() and value == -1):
             numbers[metric if filter_ == "none" else f"{metric}_{filter_}"] = Number(value, *_said_of(metric))
     return numbers
@@ -206,7 +185,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Number]:
 
 def _said_of(metric: str) -> tuple[str, Better]:
     """Return unit and better direction of a metric of lm-eval. Further metrics than these have neither."""
-    if metric.isdigit() or metric.removesuffix("_stderr").endswith(("acc", "acc_norm", "exact_match", "f1")):
+    name = metric.removesuffix("_stderr")
+    if name.isdigit() or name.endswith(("acc", "acc_norm", "exact_match", "f1")):
         return "share", None if metric.endswith("_stderr") else "higher"
     if metric.endswith("bits_per_byte"):
         return "bits per byte", "lower"
