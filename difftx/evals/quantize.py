@@ -39,10 +39,8 @@ def _evaluate_products(evaluation: Evaluation) -> Result:
     found = products.observe(evaluation, modes)
     of_layers = products.by_layer(found, modes)
     texts = {"title": "by the bits of products with weights", "x_label": "bits of a weight; 16: not quantised"}
-    configs, lines = (
-        products.configs_of(config, settings.products, found["largest"]),
-        products.lines_of(settings.products),
-    )
+    configs = products.configs_of(config, settings.products, found["largest"])
+    lines = products.lines_of(settings.products)
     numbers, charts = evaluate_inner(evaluation, settings.suites, configs, lines, prefix="quantize", **texts)
     details = {"rounded": settings.rounded, **of_layers.details}
     return Result(numbers={**numbers, **of_layers.numbers}, details=details, charts=[*charts, *of_layers.charts])

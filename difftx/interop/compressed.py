@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, in the format "pack-quantized" of compressed-tensors, which transformers and vLLM read.
+"""Weights in 8 or 4 bits, in the format "pack-quantized" of compressed-tensors, which transformers reads.
 
 A matrix `[outputs, inputs]` becomes `weight_packed`, whose int32 words hold 4 or 8 consecutive inputs with the first in
 the lowest bits, `weight_scale` per output and group of inputs, and `weight_shape`. A code c of b bits is stored as

@@ -97,7 +97,7 @@ def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Streamed]) -> None:
-    """Write tensors as float32 to one file."""
+    """Write tensors to one file, each in its dtype."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry.
     end = 0
     for name, tensor in tensors.items():

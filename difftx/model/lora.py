@@ -24,14 +24,14 @@ class Adapted:
     def astype(self, dtype: Any) -> jax.Array:
         """Return the merged weight in a dtype."""
         sharding = jax.typeof(self.weight).sharding.spec
-        change = jnp.einsum(product(self.weight, self.a, self.b), self.a, self.b, out_sharding=sharding)
+        change = jnp.einsum(product_subscripts(self.weight, self.a, self.b), self.a, self.b, out_sharding=sharding)
         return (self.weight + self.scale * change).astype(dtype)
 
     def __getitem__(self, index: Any) -> jax.Array:
         return self.astype(self.weight.dtype)[index]
 
 
-def product(weight: Any, a: Any, b: Any) -> str:
+def product_subscripts(weight: Any, a: Any, b: Any) -> str:
     """Return the subscripts of the product A B, for arrays with or without an axis of layers."""
     layers, inputs, axes = a.ndim + b.ndim - weight.ndim - 2, a.ndim - 1, string.ascii_uppercase[: weight.ndim]
     return f"{axes[:inputs]}r,{axes[:layers]}r{axes[inputs:]}->{axes}"

@@ -31,7 +31,7 @@ class Distillation:
 
     weight: float
     temperature: float
-    logit_soft_cap: float | None  # Of the teacher.
+    logit_soft_cap: float | None  # The soft cap of the teacher's logits.
 
 
 def batch_loss(model: Decoder, batch: Batch, z_loss: float = 0.0) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

@@ -112,8 +112,7 @@ def merged(params: Mapping[str, Any], c: TrainConfig) -> Any:
         return params
 
     def merge(params: Any) -> Any:
-        is_adapted = lambda leaf: isinstance(leaf, Adapted)  # noqa: E731
-        plain = lambda leaf: leaf[...] if is_adapted(leaf) else leaf  # noqa: E731
-        return jax.tree.map(plain, with_adapters(params, c), is_leaf=is_adapted)
+        weights = flatten(with_adapters(params, c))
+        return unflatten({name: x[...] if isinstance(x, Adapted) else x for name, x in weights.items()})
 
     return jax.jit(merge)(params)

@@ -97,7 +97,7 @@ def compile_and_report(which, args, *, window, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
-@pytest.mark.parametrize("width", [64, 128])  # Of smaller models, and of the paper's.
+@pytest.mark.parametrize("width", [64, 128])  # Smaller models have 64, and the paper's have 128.
 @pytest.mark.parametrize(
     "call",
     [

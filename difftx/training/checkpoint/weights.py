@@ -12,7 +12,7 @@ import tensorstore as ts
 
 from difftx.config import Config
 from difftx.files import write_atomically
-from difftx.model.lora import LORA, product
+from difftx.model.lora import LORA, product_subscripts
 from difftx.parallel.heartbeat import report_progress
 from difftx.training.checkpoint.arrays import STATE, Shards, open_array, read_part, write_shards
 from difftx.training.checkpoint.manifest import (
@@ -100,7 +100,7 @@ class ParamsReader:
             a, b = (self.stored(f"{path}/{each}", slice(None)) for each in ("a", "b"))
             self._adapter = {name: (a, b)}
         weight, (a, b) = self.stored(name, index), (each[index] for each in self._adapter[name])
-        return weight + np.float32(self._alpha / a.shape[-1]) * np.einsum(product(weight, a, b), a, b)
+        return weight + np.float32(self._alpha / a.shape[-1]) * np.einsum(product_subscripts(weight, a, b), a, b)
 
     def stored(self, name: str, index: int | slice) -> np.ndarray:
         """Return a part of an array as `read` does, but a weight without its adapter."""
