@@ -12,6 +12,8 @@ The models have 0.15M parameters. The questions:
    models have 0.43M parameters.
 6. Does the second attention map help more if recall has more distractors?
 
+The question "precision" is that of studies/low_precision_preregistration.md, at 0.15M parameters.
+
 Question 5, Transformers made differential, is in studies/differential_study.py. Question 7, 10M to 160M parameters,
 needs a GPU (`benchmarks/gpu.sh small`). Some questions have several parts; `QUESTIONS` explains the key of each.
 
@@ -109,6 +111,14 @@ MAIN_ARMS = ("transformer", "transformer-gain", "zero-norm", "diff")
 SPARSE_OR_SIGNED = ("top_k", "signed_mask")
 ATTENTION_SUITES = {"eval.suites": "loss,exact_match,attention"}
 FRESH_RECALL_SEEDS = tuple(range(20, 26))
+# Question "precision": what is evaluated in few bits. fp8 training takes the rates of the runs in bfloat16.
+IN_BFLOAT16 = {
+    "model.compute_dtype": "bfloat16",
+    "eval.suites": "loss,quantize,cache",
+    "eval.quantize.rounded": "products",
+    "eval.cache.shares": "()",
+}
+PRECISION_ARMS = ("transformer", "transformer-wide-norm", "zero-norm", "diff")
 # Question 4: architectures at several sizes and lengths of training.
 ARCHITECTURES = ("transformer", "zero-norm", "diff", "diff_v2", "gdla", "gated")
 SIZE_SEEDS = tuple(range(30, 38))
@@ -122,6 +132,13 @@ LONGEST_ARMS = ("transformer", "zero-norm", "diff")
 def _length_cell(task: str, tokens: int, arm: str) -> Cell:
     """Return a cell of question 4 with a rate of its own; `tokens` is the number per parameter."""
     return Cell(task, arm, {STEPS: str(LENGTHS[task][tokens])}, seeds=SIZE_SEEDS)
+
+
+def _fp8_cell(cell: Cell) -> Cell:
+    """Return the cell of the same runs with products in fp8, at the same rates."""
+    return cell._replace(
+        changes={**cell.changes, "model.matmul": "fp8", "eval.suites": "loss"}, takes_tuning_of=cell.folder
+    )
 
 
 def _shared_rate_cell(task: str, tokens: int, arm: str) -> Cell:
@@ -191,6 +208,11 @@ QUESTIONS: Mapping[str, Sequence[Cell]] = {
             for arm in ("zero-norm", "diff")
         ),
     ],
+    "precision": [
+        each
+        for cell in (Cell("novels", arm, IN_BFLOAT16) for arm in PRECISION_ARMS)
+        for each in (cell, _fp8_cell(cell))
+    ],
 }
 
 
@@ -232,7 +254,10 @@ def train_cell(cell: Cell, out: Path, shared_tuning: Future[Fields] | None = Non
         """Return the validation loss of `TUNED_SEED` in nats per token, with one more field."""
         fields = {RATE: f"{rates[0]:g}"} | tuned | {name: f"{value:g}"}
         path = folder / "-".join(["tune", *(f"{n.rpartition('.')[2]}-{v}" for n, v in sorted(fields.items()))])
-        return sweep(path, CONFIG, [*grid, seed_axis([TUNED_SEED]), *_axes(fields)], flags)
+        # No other suite chooses a value.
+        return sweep(
+            path, CONFIG, [*grid, seed_axis([TUNED_SEED]), *_axes(fields)], [*flags, "--config.eval.suites=loss"]
+        )
 
     is_tuned = cell.is_tuned and shared_tuning is None
     if is_tuned and cell.arm.endswith("-gain"):
