@@ -12,8 +12,7 @@ from helpers.unreadable import needs_unprivileged, without_root_capabilities
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
-from difftx.files import new_file, remove_temporaries, source_files, source_sha256
-from difftx.folders import new_folder
+from difftx.files import new_file, new_folder, remove_temporaries, source_files, source_sha256
 from difftx.json_files import JsonLines
 from difftx.report.runs import match_runs
 from difftx.training.run import RECORDS, read_config, write_run_files
@@ -21,8 +20,7 @@ from difftx.training.run import RECORDS, read_config, write_run_files
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from difftx.files import new_file
-from difftx.folders import new_folder
+from difftx.files import new_file, new_folder
 path = Path(sys.argv[2])
 with new_folder(path, "part") if sys.argv[1] == "folder" else new_file(path) as made:
     (made / "part").write_text("half") if sys.argv[1] == "folder" else made.write(b"half")

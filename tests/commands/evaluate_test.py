@@ -23,6 +23,7 @@ from difftx.evals import SUITES, loss
 from difftx.evals import run as evals
 from difftx.evals.result import Number, Result
 from difftx.training.checkpoint import checkpointer as checkpoint_module
+from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
@@ -50,7 +51,7 @@ def run(saved, tmp_path):
 
 def evaluate(run, *suites, step=None, again=False, flags=()):
     overrides = Parser("difftx eval", None, "eval", "mesh", "model.attention_implementation").overrides(flags)
-    run_suites(run.workdir, suites, overrides, steps=step, again=again, trusted=False, show=show_result)
+    run_suites(Checkpoints(run.workdir), suites, overrides, steps=step, again=again, trusted=False, show=show_result)
 
 
 def results(run, suite):

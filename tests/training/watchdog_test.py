@@ -8,7 +8,7 @@ import pytest
 from helpers.buckets import in_ci_with
 from helpers.report_runs import save_run
 
-from difftx import folders
+from difftx import files
 from difftx.data.sources import load_sources
 from difftx.data.tokenizers import load_tokenizer
 from difftx.interop import exports
@@ -120,7 +120,7 @@ def test_an_upload_of_an_export_may_take_longer_than_a_step(config, text_file, m
     """The limit of a step is one second. Each file takes 0.6 seconds."""
     c = config(data__path=text_file, model__num_layers=1, mesh__fsdp=8, multihost__watchdog_seconds=1)
     run = save_run(c, bucket.folder(), [2])
-    monkeypatch.setattr(folders, "upload", clock.delayed(0.6, folders.upload))
+    monkeypatch.setattr(files, "upload", clock.delayed(0.6, files.upload))
     with Monitor(c.multihost) as monitor:
         monitor.beat(2)
         assert exports.write(run, 2).startswith(f"{run.workdir / 'exports' / '2'}: model.safetensors of step 2")
