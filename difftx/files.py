@@ -40,19 +40,15 @@ def sha256_of(file: AnyPath) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def source_files(folder: Path = Path(__file__).parent) -> dict[str, str]:
-    """Return the SHA-256 of each Python file below a folder by relative path, except its `configs/`.
+@functools.cache  # The source files may change during a run, which has loaded its modules already.
+def source_sha256(folder: Path = Path(__file__).parent) -> str:
+    """Return a SHA-256 of the names and contents of all Python files below a folder, except its `configs/`.
 
     The default folder is that of difftx, which has the recipes in `configs/` in a wheel, but not in a clone.
     """
     names = glob.glob("**/*.py", root_dir=folder, recursive=True)  # Three times as fast as Path.rglob.
-    return {name: sha256_of(folder / name) for name in sorted(names) if not name.startswith("configs/")}
-
-
-@functools.cache  # The source files may change during a run, which has loaded its modules already.
-def source_sha256(folder: Path = Path(__file__).parent) -> str:
-    """Return the SHA-256 of what `source_files` returned at the first call."""
-    return hashlib.sha256(json.dumps(source_files(folder)).encode()).hexdigest()
+    hashes = {name: sha256_of(folder / name) for name in sorted(names) if not name.startswith("configs/")}
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def require_local(name: str, path: str | Path) -> None:
@@ -78,15 +74,7 @@ def require_writable(folder: AnyPath) -> None:
     """
     if is_bucket(folder):
         return objects.require_conditions(folder)
-    folder = folder.absolute()
-    while not os.path.lexists(folder):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            folder.lstat()  # Raises an error if a name is too long or a folder cannot be searched.
-        folder = folder.parent
-    if not folder.exists():
-        raise FileNotFoundError(errno.ENOENT, "Broken symbolic link", str(folder))
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    folder = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".difftx-", dir=folder))
     except OSError as error:
@@ -363,26 +351,12 @@ def stored(path: AnyPath) -> objects.Stored | None:
 
 
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
-    """Delete temporary files and folders of killed processes on this host, or only those for the path `name`."""
+    """Delete temporary files and folders of earlier processes on this host, or only those for the path `name`."""
     wanted = ".+" if name is None else re.escape(name)
-    temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
+    temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.\d+")
     for path in folder.iterdir():
-        found = temporary.fullmatch(path.name)
-        if found and not _is_running(int(found[1])):
+        if temporary.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _is_running(process: int) -> bool:
-    """Return whether another process of this host has the id `process`."""
-    if process == os.getpid():  # A process of a restarted container may have had the same id.
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # Another user's process, or not a process id.
-        return True
-    return True
 
 
 def temporary_path(path: Path) -> Path:
@@ -415,18 +389,10 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
 
 
 def open_file(path: AnyPath | hub.HubFile) -> io.BufferedReader:
-    """Open a file for reading, from the start or from any position. Raise `UserError` if it is a device or a FIFO."""
+    """Open a file for reading, from the start or from any position."""
     if isinstance(path, hub.HubFile):
         return io.BufferedReader(hub.HubReader(path), hub.REQUEST_BYTES)
-    return open_object(path) if is_bucket(path) else open(path, "rb", opener=_open_regular)
-
-
-def _open_regular(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)  # Otherwise opening a FIFO waits for a writer.
-    if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):
-        return descriptor
-    os.close(descriptor)
-    raise UserError(f"{path} is not a regular file; move it away")
+    return open_object(path) if is_bucket(path) else path.open("rb")
 
 
 def read_file(path: AnyPath) -> bytes | None:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TextIO
 
 from difftx.errors import RunError, UserError, note_copy, printable
 from difftx.files import UNLOCKED, Owner, local_name, read_file, remove_temporaries, retry_read
@@ -199,7 +198,7 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
     try:  # However the process ends, the operating system releases the locks.
         folder_is_locked = _wait_for_lock(descriptor, path, flag, deadline)
         require_same_folder()  # It may have been moved during the wait.
-        with _open_lock_file(path) as file:
+        with path.open("a+") as file:
             if not _wait_for_lock(file.fileno(), path, flag, deadline) and not folder_is_locked:
                 print(printable(f"{flag}: no file locks here, so nothing keeps a second process out"), flush=True)
             file.truncate(0)
@@ -211,15 +210,6 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
                 file.truncate(0)  # The process id may become that of another process.
     finally:
         os.close(descriptor)
-
-
-def _open_lock_file(path: Path) -> TextIO:
-    try:
-        return path.open("a+")
-    except PermissionError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; its owner lets others write there with: chmod -R g+w {path.parent}"
-        ) from error
 
 
 def _wait_for_lock(descriptor: int, path: Path, flag: str, deadline: float) -> bool:

@@ -51,7 +51,6 @@ def load_model(
             run_config.multihost.barrier_timeout_seconds,
         )
         params = restore_params(checkpoint.manifest, config, mesh, part)
-        checkpoint.require_unchanged()
         return LanguageModel(config, mesh, params, tokenizer), checkpoint
 
     return read_checkpoint(checkpoints, step, run_config, read, flag="--workdir", part=part)

@@ -128,8 +128,6 @@ def _check_settings(name: str, variables: set[str], settings: Mapping[str, str],
         _check_printable(f"--set {setting}", [value])
         if setting in COUNTS and not re.fullmatch("[0-9]{1,9}", value):
             raise UserError(f"--set {setting}={value}: not a count; write an integer")
-        if setting == "spot" and value != "true":  # The label of GKE has no other value.
-            raise UserError(f"--set spot={value}: write spot=true, or leave it out")
     if missing := sorted(wanted - settings.keys() - {"spot"}):
         raise UserError(f"--launcher={name}: give --set {' '.join(f'{m}=…' for m in missing)}; see docs/operations.md")
 

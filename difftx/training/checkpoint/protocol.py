@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from difftx.errors import RunError, UnreadableError, UserError, printable
+from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import Owner, describe_below, read_file, remove_file, stored
 from difftx.json_files import read_json, with_sha256, without_sha256
 from difftx.parallel.multihost import exchange, is_primary
@@ -28,7 +28,6 @@ from difftx.training.checkpoint.manifest import (
     note,
     step_folders,
     unreferenced,
-    why_invalid,
 )
 
 
@@ -135,21 +134,6 @@ def quarantine(owner: Owner, folder: AnyPath) -> AnyPath:
     return path
 
 
-def take_back(owner: Owner, path: AnyPath, run_id: str | None) -> str | None:
-    """Undo a quarantine if the checkpoint verifies. Return None, or why it does not verify."""
-    folder, content = path.parent, read_file(path)
-    generation = None if content is None else owner.write_if(folder / MANIFEST, content, None)
-    if generation is None:
-        return f"{folder} has another checkpoint"
-    is_valid = False
-    try:
-        why = why_invalid(folder, step=int(folder.name), run_id=run_id, content=True)
-        is_valid = why is None
-    finally:
-        remove_file(path) if is_valid else owner.delete_if(folder / MANIFEST, generation)
-    return why
-
-
 def remove(owner: Owner, path: AnyPath) -> None:
     """Delete the checkpoint in a step's folder, or the quarantined one of a manifest of `quarantined_in`.
 
@@ -190,13 +174,8 @@ def _remove_leftovers(owner: Owner, folder: AnyPath) -> bool:
     found = stored(folder / MANIFEST)
     if found is not None and is_note(found.content):
         return _clear(owner, folder, found.generation)
-    names = unreferenced(folder)
-    if found is None and any(not name.startswith(".") for name in names):
-        # Somebody has deleted the manifest, or a former owner of a run in a bucket has written late.
-        print(
-            printable(f"{folder}: no checkpoint, because it has no {MANIFEST}; delete the folder, or restore the file")
-        )
-    if found is None or not names:
+    # Without a manifest, somebody has deleted it, or a former owner of a run in a bucket has written late.
+    if found is None or not (names := unreferenced(folder)):
         return False
     owner.check()
     _delete(folder, names)
