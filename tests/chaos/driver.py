@@ -11,7 +11,6 @@ fault it runs the same command again, and checks that
 import collections
 import contextlib
 import dataclasses
-import errno
 import os
 import re
 import resource
@@ -26,7 +25,7 @@ from random import Random
 from typing import Any
 
 from helpers.processes import Processes, newest_step
-from helpers.unreadable import failing_reads, setpriv_prefix
+from helpers.unreadable import setpriv_prefix
 
 from chaos import disk, records
 from chaos.plan import (
@@ -35,8 +34,6 @@ from chaos.plan import (
     KEEP,
     STARTS,
     UNREADABLE,
-    UNREADABLE_BY_ERROR,
-    UNREADABLE_BY_MODE,
     Episode,
     Layout,
     Plan,
@@ -96,12 +93,8 @@ class Tally:
 
 def impossible_faults() -> dict[str, str]:
     """Return the faults that cannot be made on this machine, and why."""
-    reasons = {}
-    if setpriv_prefix() is None:
-        reasons |= dict.fromkeys(UNREADABLE_BY_MODE, "root here, and setpriv cannot drop capabilities")
-    if shutil.which("cc") is None:
-        reasons |= dict.fromkeys(UNREADABLE_BY_ERROR, "no C compiler (cc)")
-    return reasons
+    why = "root here, and setpriv cannot drop capabilities"
+    return dict.fromkeys(UNREADABLE, why) if setpriv_prefix() is None else {}
 
 
 def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
@@ -156,7 +149,6 @@ class Run:
         self._rewinds = 0  # Number of rewinds in metrics.jsonl at the last check.
         self._corrupt_steps: frozenset[int] = frozenset()  # Steps with corrupt rows in metrics.jsonl.
         self._small_disk: SmallDisk | None = None
-        self._reads = failing_reads(folder)
 
     def carry_out(self) -> None:
         """Carry out the plan. Raise `AssertionError` if a check fails."""
@@ -191,8 +183,6 @@ class Run:
         steps = disk.steps_in(self._checkpoints)
         verified = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
         quarantined = disk.quarantined(self._checkpoints)
-        if not verified:  # Then the run takes back a quarantined checkpoint that verifies.
-            verified = [step for path, step in quarantined.items() if disk.verifies(path.parent, step, path.name)]
         has_saved = disk.json_of(self._workdir / "manifest.json").get("has_saved", False)
         return max(verified, default=None if steps or quarantined or has_saved else 0)
 
@@ -450,37 +440,15 @@ class Run:
             return None
         path = disk.read_when_verifying(self._checkpoints / str(verified[-1]), self._random)
         aside = disk.quarantined(self._checkpoints)
-        if what in UNREADABLE_BY_MODE:
-            manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in verified]
-            with disk.without_permissions([path] if what == "unreadable file" else manifests):
-                self._start(before=setpriv_prefix())
-                self._codes()
-            why, passes = r"cannot be read: Permission denied", False
-        else:
-            number = errno.EIO if what.startswith("EIO") else errno.ESTALE
-            passes = self._random.random() < 0.5
-            times = self._random.randrange(1, 4) if passes else 10**6
-            # If the step was moved, the paths of the link and of its target both contain this part.
-            self._reads.fail(number, f"/{path.relative_to(self._checkpoints)}", times)
-            self._start(environment=self._reads.environment)
-            if passes:
-                self._wait(lambda: "attempt " in self._log())
-            else:
-                self._codes()
-            left = self._reads.stop()
-            assert left == 0 if passes else left < times, f"{what} of {path}: {left} of {times} reads were not made"
-            why = f"cannot be read: {os.strerror(number)}"
+        manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in verified]
+        with disk.without_permissions([path] if what == "unreadable file" else manifests):
+            self._start(before=setpriv_prefix())
+            self._codes()
         print(f"{self.plan.name}: {what}: {path.relative_to(self._workdir)}", flush=True)
-        if passes:
-            self._check_start()
-            assert self._checked, self._log()
-            outcome = "tried again, resumed"
-        else:
-            self._refused(why, FAILED)
-            self._start()
-            outcome = "exit 1, readable again, resumed"
+        self._refused("cannot be read: Permission denied", FAILED)
+        self._start()
         assert disk.quarantined(self._checkpoints) == aside, f"{what}: put aside: {self._logs()}"
-        return outcome
+        return "exit 1, readable again, resumed"
 
     def _start_with_different_configs(self) -> str:
         """Start process 1 with another learning rate. All processes must refuse to start and name the field."""

@@ -312,27 +312,6 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
             runner.Sweep(*arguments)
 
 
-def test_changes_of_eval_that_finished_runs_do_not_get_are_printed_once(config_file, tmp_path, capsys):
-    def points(**fields):
-        return make_points(f"{config_file}:diff-s", {"seed": ["0", "1"]}, fields)
-
-    for point in points():
-        finish(point, tmp_path / point.name)
-    capsys.readouterr()
-
-    def printed(**fields):
-        runner.Sweep(points(**fields), tmp_path, {})
-        return capsys.readouterr().out
-
-    assert printed() == ""
-    assert printed(**{"logging.trackers": "tensorboard", "eval.every_steps": "7", "mesh.fsdp": "1"}) == ""
-    begin, end = "changed since runs were finished: eval.", "; finished runs keep their results. For others, run "
-    advice = "difftx eval on them with --suite=…"
-    assert printed(**{"eval.suites": "loss"}) == f"{begin}suites: () → ('loss',){end}{advice}\n"
-    line = f"{begin}loss_tokens: 65536 → 64{end}{advice} and --eval.loss_tokens=…\n"
-    assert printed(**{"eval.loss_tokens": "64", "logging.trackers": "tensorboard"}) == line
-
-
 def test_points_of_the_scaling_sweep():
     grid = parse_grid(["size=830m,1.4b", "architecture=diff,transformer", "seed=0,1"])
     points = make_points("configs/scaling.py", grid, {"train.steps": "500"})

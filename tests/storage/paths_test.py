@@ -129,25 +129,6 @@ def test_a_new_folder_keeps_the_objects_of_others(bucket, name):
         assert "exists already; name a new folder" in found.stderr
 
 
-def test_one_of_two_uploads_to_a_folder_completes(bucket, monkeypatch):
-    folder, upload = bucket.folder() / "out", files.upload
-
-    def make(text):
-        with files.new_folder(folder, "last") as made:
-            (made / "first").write_text(text)
-            (made / "last").write_text(text)
-
-    def upload_another(*args):
-        monkeypatch.setattr(files, "upload", upload)
-        make("other")
-        upload(*args)
-
-    monkeypatch.setattr(files, "upload", upload_another)
-    with pytest.raises(FileExistsError):
-        make("own")
-    assert files.read_file(folder / "last") == b"other"
-
-
 def test_shortened_contents_are_never_returned(bucket, monkeypatch):
     monkeypatch.setattr("difftx.storage.objects.REREAD_SECONDS", (0.0,) * 3)
     path = bucket.folder() / "a"

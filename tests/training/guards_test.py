@@ -356,22 +356,6 @@ def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted,
 
 
 @pytest.mark.long
-def test_a_rewind_to_the_start_does_not_take_back_a_quarantined_checkpoint(open_run, brute_force, monkeypatch, capsys):
-    """The user has put the checkpoint of step 8 aside, and steps 5 to 7 are bad after the one of step 4."""
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "Interrupt", lambda: StopAfter(8))
-        assert train(open_run("run")) == EXIT_PREEMPTED
-    folder = open_run("run").workdir / "checkpoints"
-    quarantine(UNLOCKED, folder / "8")
-    run = open_run("run", nan={4, 5, 6})
-    assert train(run) == 0
-    assert f"rewinding to step 0; training continues with example {9 * ROWS}" in capsys.readouterr().out
-    assert losses(run) == brute_force(run, range(9, 9 + STEPS))[0]
-    assert [(entry["step"], entry["skipped_examples"]) for entry in events(run)] == [(0, [0, 9 * ROWS])]
-    assert [path.parent.name for path in quarantined_in(folder)] == ["8"]
-
-
-@pytest.mark.long
 def test_a_batch_without_a_counted_token_has_no_loss(open_run, capsys):
     run = open_run("run", empty={5, 10})
     assert train(run) == 0

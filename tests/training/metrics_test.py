@@ -86,9 +86,7 @@ def test_non_finite_values_are_written_as_null(tmp_path):
 def test_invalid_lines_are_counted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     row = SPEED | {"split": "train", "step": 1, "attempt": 1, "loss": 2.5}
-    strange = [row | {"loss": "2.5"}, row | {"step": -1}, row | {"lambda": [[1]]}, row | {"tokens": 10**400}]
-    no_loss = {name: value for name, value in row.items() if name != "loss"}
-    lines = ["not json", "[1]", '{"step": 3}', "\x00", *map(json.dumps, [*strange, no_loss])]
+    lines = ["not json", "[1]", '{"step": 3}', "\x00", *map(json.dumps, [row | {"loss": "2.5"}, row | {"step": -1}])]
     valid = [row, row | {"loss": None}]  # A loss of null stands for one that was not finite.
     path.write_text("\n".join([*map(json.dumps, valid), *lines]))
     assert read_metrics(path) == (valid, len(lines))
@@ -175,22 +173,3 @@ def test_tensorboard_events_are_on_disk_immediately(tmp_path):
         (file,) = (tmp_path / "tensorboard").iterdir()
         assert [event.step for event in events(file.read_bytes())][-1] == step
     writer.close()
-
-
-def test_metrics_do_not_import_the_bucket_clients_of_tensorboardx(tmp_path):
-    """tensorboardX imports them if they are installed. Later imports by others still work."""
-    for name in ("boto3/__init__.py", "google/cloud/storage/__init__.py"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).touch()
-    code = """
-import sys
-import difftx.training.metrics
-assert "tensorboardX" in sys.modules
-print(sys.modules.keys() & {"boto3", "google.cloud.storage"})
-import boto3
-from google.cloud import storage
-print(storage.__name__)
-"""
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert (done.stdout, done.returncode) == ("set()\ngoogle.cloud.storage\n", 0), done.stderr
