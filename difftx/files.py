@@ -294,14 +294,13 @@ def write_atomically(path: AnyPath, text: str) -> None:
 class Owner:
     """A process that may write the files of a run. Each write first checks that this is still so.
 
-    `check` raises an error if the process has lost the run. `raise_if_lost` does so too, but only if that is known
-    already, so it takes no time. `folder` has the small files of the run: it is the folder of a run on a disk, and a
-    local copy for a run in a bucket (`run_files.py`). By default, no file can be read or written there.
+    `check` raises an error if the process has lost the run. `folder` has the small files of the run: it is the folder
+    of a run on a disk, and a local copy for a run in a bucket (`run_files.py`). By default, no file can be read or
+    written there.
     """
 
     def __init__(self, folder: Path = Path(os.devnull), check: Callable[[], None] = lambda: None):
         self.folder, self.check = folder, check
-        self.raise_if_lost: Callable[[], None] = lambda: None
 
     def push(self) -> None:
         """Return when the store has all changes of the files in `folder`."""

@@ -86,7 +86,7 @@ class _Copy(Owner):
         self._workdir = workdir
         self._scratch = tempfile.TemporaryDirectory(prefix="difftx-")
         super().__init__(Path(self._scratch.name).resolve())
-        self.check, self.raise_if_lost = lock.check, lock.raise_if_lost
+        self.check = lock.check
         note_copy(str(self.folder), str(workdir))
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}  # Name of a file → its version in the listing that was pulled last.
@@ -176,9 +176,7 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
     if is_bucket(folder):
         options = {"takeover_seconds": takeover_seconds, "wait_seconds": wait_seconds}
         with BucketLock(folder / ".lock", flag, **options) as held:
-            owner = Owner(check=held.check)
-            owner.raise_if_lost = held.raise_if_lost
-            yield owner
+            yield Owner(check=held.check)
         return
     # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
     folder.mkdir(parents=True, exist_ok=True)

@@ -79,8 +79,8 @@ def run_suites(
         config = dataclasses.replace(config, mesh=MeshConfig(fsdp=len(devices)))
     compared = pair(config).values() if "throughput" in suites else ()
     multihost.join(flags, config.multihost)
-    kernel_choice.choose([config, *compared], recorded_rankings(workdir))
     agree_on_command(config, flags)
+    kernel_choice.choose([config, *compared], recorded_rankings(workdir))
     confirm_outward(config, str(workdir / "config.json"), suites, overrides, trusted=trusted)
 
     files = small_files(workdir) if multihost.is_primary() else contextlib.nullcontext(UNLOCKED)

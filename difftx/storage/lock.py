@@ -75,15 +75,11 @@ class BucketLock:
                 raise RunError(f"{self._path.parent}: this process has released the lock, so it does not write there")
             if self._successor is None and _now() - self._renewed > TRUSTED * self._takeover:
                 self._renew()
-            self.raise_if_lost()
-
-    def raise_if_lost(self) -> None:
-        """Raise `RunError` if a renewal has found another owner. This sends no request."""
-        if self._successor is not None:
-            raise RunError(
-                f"{self._path.parent}: {self._successor} has taken this folder over, because this process did not "
-                f"renew its lock for {self._takeover:g} s; this process stops"
-            )
+            if self._successor is not None:
+                raise RunError(
+                    f"{self._path.parent}: {self._successor} has taken this folder over, because this process did not "
+                    f"renew its lock for {self._takeover:g} s; this process stops"
+                )
 
     def _acquire(self) -> None:
         begun, seen, since, announced = None, None, 0.0, False

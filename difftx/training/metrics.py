@@ -59,7 +59,7 @@ class MetricsWriter:
         self.path = folder / "metrics.jsonl"
         self.attempt = 0
         self.events: list[dict[str, Any]] = []  # Rows of `EVENTS` that were in the file at the start.
-        self._owner, self._is_cut = owner, False
+        self._is_cut = False
         self._file: BinaryIO | None = None
         if not enabled:
             return
@@ -83,7 +83,6 @@ class MetricsWriter:
         """Write one row without buffering. The values are numbers, lists of numbers, or texts."""
         if self._file is None:
             return
-        self._owner.raise_if_lost()
         numbers = {name: _plain(value) for name, value in values.items()}
         row = {"split": split, "step": step, "attempt": self.attempt, **numbers}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()

@@ -109,10 +109,7 @@ def amend(owner: Owner, folder: AnyPath, change: Callable[[dict[str, Any]], dict
 
 
 def quarantine(owner: Owner, folder: AnyPath) -> AnyPath:
-    """Rename the manifest of a step, so that no command uses the checkpoint, and return its path. The files stay.
-
-    If the manifest is absent, create an empty one under that name.
-    """
+    """Rename the manifest of a step, so that no command uses the checkpoint, and return its path. The files stay."""
     path = folder / f"quarantined-{uuid.uuid4().hex}.json"
     if is_bucket(folder):
         found = stored(folder / MANIFEST)
@@ -121,16 +118,7 @@ def quarantine(owner: Owner, folder: AnyPath) -> AnyPath:
             owner.delete_if(folder / MANIFEST, found.generation)
         return path
     owner.check()
-    try:
-        try:  # A manifest that cannot be read can be renamed.
-            (folder / MANIFEST).rename(path)
-        except FileNotFoundError:
-            path.touch()
-    except OSError as error:
-        aside = folder.parent.with_name(f"checkpoint-{folder.name}")
-        raise RunError(
-            f"{folder / MANIFEST} cannot be renamed: {error.strerror}; move the folder: mv {folder} {aside}"
-        ) from error
+    (folder / MANIFEST).rename(path)  # A manifest that cannot be read can be renamed.
     return path
 
 
