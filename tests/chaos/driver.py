@@ -30,7 +30,6 @@ from helpers.unreadable import setpriv_prefix
 from chaos import disk, records
 from chaos.plan import (
     CONFIGS,
-    INDEX,
     KEEP,
     STARTS,
     UNREADABLE,
@@ -97,16 +96,15 @@ def impossible_faults() -> dict[str, str]:
     return dict.fromkeys(UNREADABLE, why) if setpriv_prefix() is None else {}
 
 
-def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
-    """Return the arguments of `Processes` for one layout, with bad batches and a mistake in difftx, if any.
+def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = ()) -> dict:
+    """Return the arguments of `Processes` for one layout, with bad batches, if any.
 
     The packing index of the run lies in `folder`.
     """
-    altered = [ALTERED, f"--nan={','.join(map(str, nan))}", *([f"--mistake={mistake}"] if mistake else [])]
     return {
         "count": layout.processes,
         "devices": layout.devices,
-        "script": [*altered, "train.py"] if nan or mistake else ["train.py"],
+        "script": [ALTERED, ",".join(map(str, nan)), "train.py"] if nan else ["train.py"],
         "train__steps": layout.steps,
         "checkpoint__every_steps": layout.every_steps,
         "checkpoint__keep": KEEP,
@@ -136,18 +134,17 @@ def train_undisturbed(layout: Layout, nan: tuple[int, ...], text_file: Path, fol
 class Run:
     """A run that carries out a plan."""
 
-    def __init__(self, plan: Plan, text_file: Path, folder: Path, uninterrupted: Path, mistake: str | None = None):
+    def __init__(self, plan: Plan, text_file: Path, folder: Path, uninterrupted: Path):
         self.plan, self.tally = plan, Tally()
         self._text_file, self._folder, self._uninterrupted = text_file, folder, uninterrupted
         self._workdir, self._random = folder / "run", Random(plan.seed)
         self._checkpoints = self._workdir / "checkpoints"
-        self._process_options = process_options(folder, plan.layout, plan.nan, mistake)
+        self._process_options = process_options(folder, plan.layout, plan.nan)
         self._processes: Processes | None = None
         self._frozen: list[subprocess.Popen] = []
         self._starts = 0
         self._known: dict[int, disk.Digests] = {}  # Checkpoints that verified at the last check.
         self._rewinds = 0  # Number of rewinds in metrics.jsonl at the last check.
-        self._corrupt_steps: frozenset[int] = frozenset()  # Steps with corrupt rows in metrics.jsonl.
         self._small_disk: SmallDisk | None = None
 
     def carry_out(self) -> None:
@@ -383,15 +380,13 @@ class Run:
     # ── Files ──
 
     def _corrupt(self, what: str) -> None:
-        began, name = time.monotonic(), what.removeprefix("flipped bit in ")
+        began = time.monotonic()
         if what in UNREADABLE:
             outcome = self._hide(what)
         elif what == CONFIGS:
             outcome = self._start_with_different_configs()
-        elif what == INDEX:
-            outcome = self._truncate_index()
         else:
-            outcome = self._corrupt_record(name) if name != what else self._corrupt_checkpoints(what)
+            outcome = self._corrupt_checkpoints(what)
         if outcome is not None:
             self.tally.add(what, outcome, time.monotonic() - began)
 
@@ -456,21 +451,6 @@ class Run:
         self._refused("optimizer.learning_rate")
         return "exit 2, same configs, resumed"
 
-    def _truncate_index(self) -> str | None:
-        """Truncate the cached packing index, as a full disk or a copy may. The rows must stay the same."""
-        indices = [path for path in (self._folder / "cache").rglob("*") if path.is_file()]
-        if not indices:
-            return None
-        path = self._random.choice(sorted(indices))
-        size = self._random.randrange(path.stat().st_size)
-        os.truncate(path, size)
-        print(f"{self.plan.name}: {INDEX}: {path.name} to {size} bytes", flush=True)
-        self._start()
-        if not self._wait(lambda: "attempt " in self._log()):
-            assert self._codes() == [DONE] * len(self._processes.running), f"after {INDEX}: {self._logs()}"
-        self._check_start()
-        return "resumed"
-
     def _refused(self, why: str, code: int = BAD_INPUT) -> None:
         """Assert that the start ends with the exit code and a one-line error that contains `why`."""
         codes = self._codes()
@@ -483,25 +463,8 @@ class Run:
         self._processes = None
         self._check_checkpoints()
 
-    def _corrupt_record(self, name: str) -> str | None:
-        path = self._workdir / name
-        if not path.exists() or not path.stat().st_size:
-            return None
-        before = path.read_text()
-        done = disk.flip_bit(path, self._random)
-        print(f"{self.plan.name}: {name}: {done}", flush=True)
-        after = path.read_text(errors="replace")
-        self._start()
-        if name == "metrics.jsonl":
-            changed = set(before.splitlines()) ^ set(after.splitlines())
-            self._corrupt_steps |= {int(step) for line in changed for step in re.findall(r'"step": (\d+),', line)}
-        if not self._wait(lambda: "attempt " in self._log()):
-            assert self._codes() == [DONE] * len(self._processes.running), f"after {name}, {done}: {self._logs()}"
-        self._check_start()
-        return "resumed"
-
     def _check_metrics(self, *, until: int) -> None:
-        records.check_metrics(self._workdir, self._uninterrupted, until=until, corrupt=self._corrupt_steps)
+        records.check_metrics(self._workdir, self._uninterrupted, until=until)
 
     def _check_checkpoints(self) -> None:
         """Check that no checkpoint that verified is lost, and record those that verify now."""

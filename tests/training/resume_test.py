@@ -319,51 +319,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-# Runs train.py, and waits after the save, either before the last rows are written or in the exit handlers.
-LATE = """
-import atexit, runpy, sys, time
-from difftx.parallel.multihost import REPEAT_SECONDS
-from difftx.training.loop import Training
-
-def wait():
-    print("saved", flush=True)
-    time.sleep(2 * REPEAT_SECONDS)
-
-finish = Training._finish
-
-def wait_and_finish(training, **options):
-    wait()
-    return finish(training, **options)
-
-if sys.argv[1] == "exit":
-    atexit.register(wait)
-else:
-    Training._finish = wait_and_finish
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def start_script(script, *arguments):
     """Start a Python script with one device, whose output the test reads."""
     words = [sys.executable, "-c", script, *arguments]
     return subprocess.Popen(words, cwd=ROOT, env=child_environment(1), stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("moment", ["finish", "exit"])
-def test_a_second_signal_after_the_save_does_not_change_the_exit_code(uninterrupted, tmp_path, moment):
-    text, _ = uninterrupted
-    workdir = tmp_path / "stopped"
-    process = start_script(LATE, moment, *command(text, workdir))
-    wait_for_step(10, process, workdir)
-    process.send_signal(signal.SIGTERM)
-    asked = time.monotonic()
-    assert any(line == "saved\n" for line in process.stdout)
-    time.sleep(max(0, asked + 1.2 * REPEAT_SECONDS - time.monotonic()))
-    process.send_signal(signal.SIGTERM)
-    process.stdout.read()
-    assert process.wait(timeout=30) == 75
 
 
 @pytest.mark.long

@@ -79,5 +79,5 @@ def number_of(files: Path, step: int, name: str) -> tuple[float, Basis] | None:
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
     value = numbers[number]
     is_finite = isinstance(value, int | float) and math.isfinite(value)
-    basis = {**result["options"]["eval"], VALID: result["valid"]}
+    basis = {**result.get("options", {}).get("eval", {}), VALID: result.get("valid")}
     return (float(value), basis) if is_finite else None
