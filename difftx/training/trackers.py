@@ -33,7 +33,6 @@ PACKAGES = ("wandb", "trackio", "mlflow")  # Trackers whose packages run in a pr
 PROCESS = [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py"))]
 DEFAULT_PROJECT = "difftx"
 FILE_BYTES = 2**20  # Size from which TensorBoard continues in a new event file.
-MAX_WAITING = 100_000  # Largest number of rows in memory that a tracker's process has not read.
 
 type Row = tuple[int, Mapping[str, float]]  # The step, and the numbers of a row by "split/name".
 
@@ -161,8 +160,6 @@ class PackageTracker:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._require_success(self._process.poll() or 0)
-        if self._rows.qsize() > MAX_WAITING:
-            raise RunError(f"{MAX_WAITING:,} rows wait for its process")
         self._rows.put((step, scalars))
 
     def close(self) -> None:

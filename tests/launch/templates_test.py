@@ -163,40 +163,15 @@ def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, t
     check_flags(calls[0][program + 4 : -1], ROOT / "configs" / "scaling.py", f"{tmp_path}/{HOSTILE}/{OUT}/{NAME}")
 
 
-def sbatch_options(text):
-    """Parse the lines with #SBATCH like `_get_argument` in Slurm's src/sbatch/opt.c."""
-    options = {}
-    for line in text.splitlines():
-        if not line.startswith("#SBATCH"):
-            continue
-        rest, argument, quote, escaped = line.removeprefix("#SBATCH").strip(), "", None, False
-        for character in rest:
-            if character.isspace() and not quote:
-                raise AssertionError(f"a second option: {line}")
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-                continue
-            elif quote:
-                if character == quote:
-                    quote = None
-                    continue
-            elif character in "\"'":
-                quote = character
-                continue
-            elif character == "#":
-                break
-            argument += character
-        assert not quote, line
-        name, _, value = argument.removeprefix("--").partition("=")
-        options[name] = value
-    return options
+def sbatch_options(lines):
+    """Parse the lines with #SBATCH. In double quotes, Slurm and a shell treat backslashes and quotes alike."""
+    words = [shlex.split(line.removeprefix("#SBATCH")) for line in lines if line.startswith("#SBATCH")]
+    return {name: value for (word,) in words for name, _, value in [word.removeprefix("--").partition("=")]}
 
 
 def test_the_slurm_script_requests_the_nodes_of_the_flags(write, tmp_path):
     lines = write("slurm").read_text().splitlines()
-    assert sbatch_options("\n".join(lines)) == {
+    assert sbatch_options(lines) == {
         "job-name": NAME,
         "output": f"{tmp_path}/{HOSTILE}/{OUT}/jobs/{NAME}".replace("%", "%%") + "-%j.out",
         "open-mode": "append",

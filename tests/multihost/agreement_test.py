@@ -8,8 +8,6 @@ from conftest import ROOT, child_environment, write_text
 from helpers.command_server import commands
 from helpers.processes import free_port
 
-from difftx.commands.prepare import main as prepare
-
 pytestmark = pytest.mark.long
 
 HINT = "start every process with the same command, packages and data"
@@ -97,29 +95,6 @@ def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):
     code, text = two.wait(0)
     assert code == 1
     assert re.search(rf"error: process 0 stops: process 1 of 2 \(.*pid {two.running[1].pid}.*\) has been silent", text)
-
-
-def test_processes_with_different_test_text_end_before_the_first_step(started, tmp_path):
-    """The path eval.test.path names another store in each process, as on the local disks of two hosts."""
-    for process in (0, 1):
-        host = tmp_path / f"host{process}"
-        host.mkdir()
-        (host / "configs").symlink_to(ROOT / "configs")
-        text = host / "test.txt"
-        text.write_text("".join(f"On host {process}, {i} follows {i - 1}.\n" for i in range(99)))
-        flags = [f"--input={text}", f"--out={host / 'test'}", "--tokenizer=bytes", "--workers=1", "--valid_fraction=0"]
-        assert prepare(flags) == 0
-    script = (
-        f"import os, runpy, sys\nsys.path[0] = {str(ROOT)!r}\n"
-        f"os.chdir({str(tmp_path / 'host')!r} + sys.argv[sys.argv.index('--process') + 1])\n"
-        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
-    )
-    two = started(script=("-c", script), eval__suites="loss,test", eval__test__path="test")
-    first, second = errors(two)
-    assert first == second
-    sha256 = "[0-9a-f]{12}…"
-    difference = f"settings and files of suite test={sha256}, but process 0 has {sha256}"
-    assert re.fullmatch(rf"error: process 1 of 2 \(.*\): {difference}; {HINT}", first)
 
 
 def test_processes_with_different_extensions_end_before_the_first_step(started, tmp_path):

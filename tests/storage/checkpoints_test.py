@@ -19,7 +19,7 @@ from helpers.training_checkpoints import LOADER, check, edit_manifest, flip_a_bi
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import UNLOCKED, Owner, describe_below, list_folder, read_file, remove_file, stored
 from difftx.storage.paths import is_bucket
-from difftx.training.checkpoint import arrays, manifest, protocol
+from difftx.training.checkpoint import arrays, protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
@@ -355,24 +355,6 @@ def test_a_commit_of_unknown_outcome_keeps_the_files(trainer, save, mesh_of, mon
         save(writer, 20)
     assert "step 20 was not saved" in capsys.readouterr().out
     check(trainer(), 20, mesh_of())
-
-
-def test_a_quarantine_between_two_requests_of_a_start_keeps_the_files(trainer, save, mesh_of, monkeypatch):
-    """A user quarantines a checkpoint while a training looks for files that no manifest refers to."""
-    writer = trainer()
-    save(writer, 10)
-    listed, folders = list_folder, [writer.folder / "10"]
-
-    def list_and_quarantine(path):
-        names = listed(path)
-        if path in folders:
-            protocol.quarantine(UNLOCKED, folders.pop())
-        return names
-
-    monkeypatch.setattr(manifest, "list_folder", list_and_quarantine)
-    protocol.remove_leftovers(UNLOCKED, writer.folder)
-    assert not folders
-    check(trainer(), 10, mesh_of())
 
 
 def test_a_lost_lock_ends_the_saves(trainer, save):

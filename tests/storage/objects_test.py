@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from helpers.buckets import in_ci_with
 
 from difftx.errors import UnreadableError, UserError
 from difftx.files import read_file
@@ -71,19 +70,6 @@ def test_listings_have_pages(bucket):
         objects.list_folder(folder / "file0")
     with pytest.raises(UserError, match="folder0 is a folder, not a file"):
         objects.read_verified(folder / "folder0")
-
-
-@in_ci_with("s3")  # The emulator of gs:// takes twice as long.
-def test_a_large_file_is_uploaded_in_parts(bucket, tmp_path):
-    content = random.Random(0).randbytes(101 * 2**20)  # s3fs sends a file of less than 100 MiB in one request.
-    (tmp_path / "file").write_bytes(content)
-    path = bucket.folder() / "large"
-    bucket.plan()
-    objects.upload(path, str(tmp_path / "file"))
-    # The packages send parts of 50 MiB, here three, after a request that starts the upload.
-    assert bucket.plan()["requests"]["write"] >= 4
-    assert read_file(path) == content
-    assert objects.describe(path).size == len(content)
 
 
 REQUESTS = {

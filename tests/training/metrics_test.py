@@ -163,13 +163,3 @@ def test_full_disk_gives_a_one_line_error_and_keeps_written_rows_readable(tmp_pa
     assert len(rows) > 10
     write_steps(tmp_path, 10, 12)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")[0]] == list(range(1, 13))
-
-
-def test_tensorboard_events_are_on_disk_immediately(tmp_path):
-    config = LoggingConfig(every_steps=1, trackers=("tensorboard",))
-    writer = MetricsWriter(tmp_path, config, 0)
-    for step in range(1, 20):
-        writer.write("train", step, {"loss": 0.5})
-        (file,) = (tmp_path / "tensorboard").iterdir()
-        assert [event.step for event in events(file.read_bytes())][-1] == step
-    writer.close()

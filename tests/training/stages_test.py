@@ -79,15 +79,8 @@ def sources(tmp_path_factory):
     [
         ("long_context.py:diff", "texts/*.txt", EXTENDED),
         pytest.param("math.py:diff-stage2", "pairs", TUNED, marks=pytest.mark.exhaustive),
-        # CI restores the states of Muon and of the average of the weights on several meshes (mesh_test.py).
-        pytest.param(
-            "math.py:diff-stage2",
-            "pairs",
-            TUNED | {"optimizer__name": "muon", "optimizer__moment_dtype": "bfloat16", "train__ema_decay": 0.9},
-            marks=pytest.mark.exhaustive,
-        ),
     ],
-    ids=["extension", "fine-tuning", "muon in bfloat16 and an average of the weights"],
+    ids=["extension", "fine-tuning"],
 )
 def test_interrupted_stage_resumes_bit_for_bit(sources, tmp_path, config, data, changes):
     """Kill the run, and then stop it by a signal. After the kill, it resumes without the weights it started from."""

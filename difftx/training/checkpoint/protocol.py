@@ -149,11 +149,8 @@ def remove_leftovers(owner: Owner, folder: AnyPath) -> list[str]:
     removed = []
     for step in step_folders(folder):
         with contextlib.suppress(UnreadableError):  # Reading the checkpoint raises it again.
-            try:
-                if _remove_leftovers(owner, step):
-                    removed.append(step.name)
-            except OSError as error:
-                print(f"{step}: an unfinished save or removal cannot be deleted: {error.strerror}", flush=True)
+            if _remove_leftovers(owner, step):
+                removed.append(step.name)
     return removed
 
 
