@@ -261,6 +261,8 @@ def _reply(error: Exception) -> tuple[int | None, set[str]]:
         return response["ResponseMetadata"].get("HTTPStatusCode"), {str(response["Error"].get("Code"))}
     if str(getattr(error, "code", None)).isdecimal():  # An error of gcsfs.
         return int(error.code), set()  # pyrefly: ignore[missing-attribute]
+    if type(error) is OSError and str(error).startswith("Forbidden: "):  # An error of gcsfs.
+        return 403, set()
     text = BODY.sub("", str(error))
     return int(found[1]) if (found := STATUS.search(text)) else None, set(CODES.findall(text))
 

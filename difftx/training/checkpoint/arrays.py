@@ -62,7 +62,8 @@ def start_write(folder: AnyPath, tree: Any) -> Callable[[], None]:
         return functools.partial(write_shards, folder / own_part(folder), copy_shards(tree))
     infos = _infos(folder, tree)
     arguments = [SaveArgs(chunk_byte_size=CHUNK_BYTES) for _ in infos]
-    futures = _run(_handler().serialize(jax.tree.leaves(tree), infos, arguments))
+    with objects.one_line_errors(folder, "written"):
+        futures = _run(_handler().serialize(jax.tree.leaves(tree), infos, arguments))
 
     def wait() -> None:
         with objects.one_line_errors(folder, "written"):
@@ -174,7 +175,7 @@ def merge(folder: AnyPath) -> None:
 def restore(folder: AnyPath, wanted: Any) -> Any:
     """Return the arrays of a checkpoint, like those of the abstract tree `wanted`, with its shardings.
 
-    The caller has compared their names, shapes and dtypes with the manifest. Each process reads the parts of its own devices.
+    The caller has compared them with the manifest. Each process reads the parts of its own devices.
     """
     with objects.one_line_errors(folder, "read"):
         if is_bucket(folder):
