@@ -164,7 +164,10 @@ def exchange(what: str, action: Callable[[], Any], timeout_seconds: float) -> li
         absent = ", ".join(str(process) for process in range(count) if process not in notices)
         why = f"process {absent} of {count} did not come within {timeout_seconds:g} s"
         raise RunError(f"{what}: {why if absent else failure}") from failure
-    return [_result(notice) for _, notice in sorted(notices.items())]
+    for _, notice in sorted(notices.items()):
+        if "failure" in notice:
+            raise (UserError if notice["is_mistake"] else RunError)(notice["failure"])
+    return [notice["value"] for _, notice in sorted(notices.items())]
 
 
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
@@ -206,13 +209,6 @@ def _attempt(action: Callable[[], Any], who: str) -> tuple[str, Exception | None
         explanation = explained(error)
         text = str(explanation) if explanation else f"{type(error).__name__}: {error}"
         return json.dumps({"failure": f"{who}{text}", "is_mistake": isinstance(explanation, UserError)}), error
-
-
-def _result(notice: dict[str, Any]) -> Any:
-    """Return the result in a text of `_attempt`, or raise the error in it."""
-    if "failure" in notice:
-        raise (UserError if notice["is_mistake"] else RunError)(notice["failure"])
-    return notice["value"]
 
 
 class Notice:

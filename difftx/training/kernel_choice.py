@@ -11,7 +11,6 @@ stay the same bit for bit. Otherwise, all processes measure again.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import jax
 
@@ -31,7 +30,7 @@ COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # Packages whose versions 
 KERNELS = Path(kernels.__file__).parent
 
 
-def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking] = MappingProxyType({})) -> None:
+def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking]) -> None:
     """Choose the attention kernels of the configs, and raise `UserError` if JAX finds no device.
 
     Call `multihost.join` and `agree_on_command` first. `recorded` has the rankings that the run has recorded.

@@ -135,9 +135,8 @@ class Training:
         if is_primary():
             run.owner.check()
             remove_later_evaluations(run.files, self._start)
-            for (
-                rewind
-            ) in self._state.guard.rewinds:  # The newest rewind has no row yet. A corrupt row has been dropped.
+            # The newest rewind has no row yet. A corrupt row has been dropped.
+            for rewind in self._state.guard.rewinds:
                 if {"split": "rewind", **rewind} not in self._writer.events:
                     self._writer.write("rewind", rewind["step"], rewind)
             run.owner.push()
@@ -359,11 +358,9 @@ class Reporter:
 def remove_later_evaluations(folder: Path, step: int) -> None:
     """Delete the results in `evals/` of steps after `step`, because these steps are trained again.
 
-    Files of other names, and files behind links, are not difftx's.
+    Files of other names are not difftx's.
     """
     evals = folder / "evals"
-    if evals.is_symlink():
-        return
     for parent, _, files in evals.walk():
         for file in (parent / name for name in files):
             found = RESULT_FILE.fullmatch(file.relative_to(evals).as_posix())

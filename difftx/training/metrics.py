@@ -1,6 +1,5 @@
 """Metrics of a run in metrics.jsonl and in trackers."""
 
-import contextlib
 import errno
 import json
 import math
@@ -90,9 +89,6 @@ class MetricsWriter:
             if self._file.write(line) != len(line):  # A full disk may shorten a write without an error.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
             raise RunError(
                 f"{self.path.parent}: the numbers of step {step} could not be written: {error.strerror}; make room, "
                 "then run the same command again"
