@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from difftx.errors import UnreadableError, UserError
-from difftx.storage.paths import AnyPath, BucketPath
+from difftx.storage.paths import BucketPath
 
 # Retries of TensorStore: 0.2 s to 5 s, doubling, with jitter.
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "5s"}
@@ -275,7 +275,7 @@ def cause_of(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def one_line_errors(path: AnyPath, verb: str) -> Iterator[None]:
+def one_line_errors(path: object, verb: str) -> Iterator[None]:
     """Raise `UnreadableError` if a request of TensorStore, for a file or an object, fails in the block."""
     try:
         yield
