@@ -52,8 +52,7 @@ def evaluate(
     """Run suites on the parameters of a step, and write each result to `result_path`.
 
     `weights` is the identity of `params`, as in `Checkpoint`. `checkpoint` is None during training, which evaluates the
-    parameters before it saves. Raise `RunError`, and do not write the suite's result, if `checkpoint` is deleted or
-    replaced during the evaluation.
+    parameters before it saves.
     """
     SUITES.check(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))
