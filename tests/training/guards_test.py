@@ -469,10 +469,7 @@ INTERVALS = {
 }
 
 
-QUICK = ("lowered", "raised early", "lowered before the first checkpoint")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in INTERVALS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "lowered" else pytest.mark.long) for n in INTERVALS])
 def test_a_rewind_after_changes_of_the_interval(open_run, train_until, name):
     starts, interval, bad, keep, target, stopped = INTERVALS[name]
     options = {"nan": set(range(bad, bad + 3)), "train__steps": 24, "checkpoint__keep": keep}
@@ -492,8 +489,10 @@ def test_a_rewind_after_changes_of_the_interval(open_run, train_until, name):
     ("bad", "keep", "target"),
     [
         (7, 1, 6),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((8, 20, 6), (9, 20, 8), (6, 20, None))),
-        (8, 1, None),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((8, 20, 6), (9, 20, 8), (6, 20, None), (8, 1, None))
+        ),
     ],
 )
 def test_a_branch_rewinds_to_the_checkpoint_that_it_began_with(open_run, train_until, brute_force, bad, keep, target):
