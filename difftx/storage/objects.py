@@ -249,16 +249,18 @@ def _explained(path: BucketPath, verb: str, error: Exception) -> UserError | Unr
     if isinstance(error, FileNotFoundError) or "NOT_FOUND" in codes:
         return UserError(f"{path}: there is no bucket {bucket}; create it, or use another one")
     done = {"read": "read", "write": "written", "delete": "deleted", "list": "listed"}[verb]
+    hint = "; the credentials may have expired" if scheme == "s3" and status == 400 and not codes else ""
     return UnreadableError(
-        f"{path} cannot be {done}: {cause_of(error)} (all retries failed); run the same command again"
+        f"{path} cannot be {done}: {cause_of(error)}{hint} (all retries failed); run the same command again"
     )
 
 
 def _reply(error: Exception) -> tuple[int | None, set[str]]:
     """Return HTTP status and codes such as "ExpiredToken" and "NOT_FOUND" in an error of TensorStore, s3fs or gcsfs."""
     response = getattr(error.__cause__, "response", getattr(error, "response", None))
-    if isinstance(response, dict):  # An error of botocore.
-        return response["ResponseMetadata"].get("HTTPStatusCode"), {str(response["Error"].get("Code"))}
+    if isinstance(response, dict):  # botocore takes the status as the code of a reply without a body.
+        code = str(response["Error"].get("Code", ""))
+        return response["ResponseMetadata"].get("HTTPStatusCode"), set() if code.isdecimal() else {code}
     if str(getattr(error, "code", None)).isdecimal():  # An error of gcsfs.
         return int(error.code), set()  # pyrefly: ignore[missing-attribute]
     if type(error) is OSError and str(error).startswith("Forbidden: "):  # An error of gcsfs.
