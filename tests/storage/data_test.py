@@ -29,7 +29,7 @@ from difftx.parallel.layout import Layout
 from difftx.storage import objects
 from difftx.storage.paths import is_bucket
 
-FAULTS = ["429", "500", "503", "reset", "lost", "slow", "cut", "short"]
+FAULTS = ["429", "500", "503", "reset", "lost", "slow", "cut"]
 ROWS, LENGTH = 16, 64
 
 

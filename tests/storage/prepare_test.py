@@ -224,7 +224,7 @@ def test_faults_do_not_change_the_store(bucket):
     folder = bucket.folder()
     flags = corpus_of(folder)
     assert prepare(*flags, f"--out={folder}/reference").returncode == 0
-    kinds = ["429", "500", "503", "reset", "lost", "slow", "cut", "short"]
+    kinds = ["429", "500", "503", "reset", "lost", "slow", "cut"]
     bucket.plan(kinds=kinds, rate=0.12, in_a_row=1, seed=1)
     result = prepare(*flags, f"--out={folder}/store")
     assert result.returncode == 0, result.stderr
