@@ -208,7 +208,7 @@ def main() -> int:
     args, rest = parser.parse_known_args()
     config = load_config(args.config, parser.overrides(rest))
     multihost.join(args, config.multihost)
-    kernel_choice.choose(list(pair(config).values()))
+    kernel_choice.choose(list(pair(config).values()), {})
     contestants = measure_and_print(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)
     if args.depths:
         print_compile_times(contestants)

@@ -67,8 +67,9 @@ def load(
             return TrainedRun(open_folder(source))
     config = dataclasses.replace(read_config(folder), mesh=MeshConfig(fsdp=1))
     mesh = make_mesh(config.mesh, jax.local_devices()[:1])
-    lm, checkpoint = load_model(Checkpoints(folder), step, config, mesh, weights)
-    return TrainedRun(lm, folder, checkpoint)
+    run = Checkpoints(folder)
+    lm, checkpoint = load_model(run, step, config, mesh, weights)
+    return TrainedRun(lm, run, checkpoint)
 
 
 def train(
@@ -135,5 +136,5 @@ def evaluate(
         raise UserError("run: an exported folder has no data to evaluate on; load the run that it was exported from")
     devices = list(run.model.embedding_VD.devices())
     options: dict[str, Any] = {"steps": str(run.step), "part": run.weights, "again": again, "devices": devices}
-    (results,) = run_suites(run.workdir, names, overrides, **options).values()
+    (results,) = run_suites(Checkpoints(run.workdir), names, overrides, **options).values()
     return results

@@ -1,4 +1,4 @@
-"""Atomic writes, and reads with retries, on local disks and in buckets.
+"""Files and folders that are written completely or not at all, and reads with retries, on local disks and in buckets.
 
 All functions that read a file retry after temporary errors, and raise `UnreadableError` if every attempt fails.
 Functions with a parameter of type `AnyPath` also take paths in buckets (docs/storage.md).
@@ -40,19 +40,15 @@ def sha256_of(file: AnyPath) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def source_files(folder: Path = Path(__file__).parent) -> dict[str, str]:
-    """Return the SHA-256 of each Python file below a folder by relative path, except its `configs/`.
+@functools.cache  # The source files may change during a run, which has loaded its modules already.
+def source_sha256(folder: Path = Path(__file__).parent) -> str:
+    """Return a SHA-256 of the names and contents of all Python files below a folder, except its `configs/`.
 
     The default folder is that of difftx, which has the recipes in `configs/` in a wheel, but not in a clone.
     """
     names = glob.glob("**/*.py", root_dir=folder, recursive=True)  # Three times as fast as Path.rglob.
-    return {name: sha256_of(folder / name) for name in sorted(names) if not name.startswith("configs/")}
-
-
-@functools.cache  # The source files may change during a run, which has loaded its modules already.
-def source_sha256(folder: Path = Path(__file__).parent) -> str:
-    """Return the SHA-256 of what `source_files` returned at the first call."""
-    return hashlib.sha256(json.dumps(source_files(folder)).encode()).hexdigest()
+    hashes = {name: sha256_of(folder / name) for name in sorted(names) if not name.startswith("configs/")}
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def require_local(name: str, path: str | Path) -> None:
@@ -78,15 +74,7 @@ def require_writable(folder: AnyPath) -> None:
     """
     if is_bucket(folder):
         return objects.require_conditions(folder)
-    folder = folder.absolute()
-    while not os.path.lexists(folder):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            folder.lstat()  # Raises an error if a name is too long or a folder cannot be searched.
-        folder = folder.parent
-    if not folder.exists():
-        raise FileNotFoundError(errno.ENOENT, "Broken symbolic link", str(folder))
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    folder = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".difftx-", dir=folder))
     except OSError as error:
@@ -246,6 +234,57 @@ def local_name(folder: BucketPath, name: str) -> str:
     return name
 
 
+@contextlib.contextmanager
+def new_folder(path: AnyPath, last: str, after_each_upload: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """Create a folder under a temporary name. At the end of the block, rename it to `path`.
+
+    If the block raises an exception, delete the folder. The next call deletes a folder that a killed process has left.
+    For a bucket, the folder is a local temporary folder. At the end of the block, its files are uploaded, the file
+    `last` at the end: without it, no command uses the folder. `after_each_upload` is called after each file. A killed
+    process leaves objects that the same command replaces. Raise `FileExistsError` if there are others.
+    """
+    if is_bucket(path):
+        with tempfile.TemporaryDirectory(prefix="difftx-") as made:
+            yield Path(made)
+            _upload_folder(path, Path(made), last, after_each_upload)
+        return
+    remove_temporaries(path.parent, path.name)
+    temporary = temporary_path(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def is_taken(path: AnyPath, last: str) -> bool:
+    """Return whether there is a folder, so that `new_folder` cannot create it."""
+    return size_of(path / last) is not None if is_bucket(path) else path.exists()
+
+
+def _upload_folder(path: BucketPath, source: Path, last: str, after_each_upload: Callable[[], None]) -> None:
+    files = {file.relative_to(source).as_posix(): file for file in source.rglob("*") if file.is_file()}
+    objects_there = (name for name in objects.describe_below(path) if not name.startswith(objects.PROBE))
+    if other := next((name for name in objects_there if name not in files or name == last), None):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path / other))
+    content = files.pop(last).read_bytes()
+    for name in sorted(files):
+        upload(path / name, files[name])
+        after_each_upload()
+    if objects.write_if(path / last, content, None) is None:
+        raise FileExistsError(errno.EEXIST, "Another process has written the same folder", str(path))
+
+
+def remove_folder(path: AnyPath) -> None:
+    """Delete a folder with all files. It may be absent."""
+    if is_bucket(path):
+        objects.delete(path / name for name in objects.describe_below(path))
+    elif path.exists():
+        shutil.rmtree(path)
+
+
 def write_atomically(path: AnyPath, text: str) -> None:
     """Write a file so that a crash leaves either the complete old text or the complete new text."""
     with new_file(path) as file:
@@ -255,14 +294,13 @@ def write_atomically(path: AnyPath, text: str) -> None:
 class Owner:
     """A process that may write the files of a run. Each write first checks that this is still so.
 
-    `check` raises an error if the process has lost the run. `raise_if_lost` does so too, but only if that is known
-    already, so it takes no time. `folder` has the small files of the run: it is the folder of a run on a disk, and a
-    local copy for a run in a bucket (`run_files.py`). By default, no file can be read or written there.
+    `check` raises an error if the process has lost the run. `folder` has the small files of the run: it is the folder
+    of a run on a disk, and a local copy for a run in a bucket (`run_files.py`). By default, no file can be read or
+    written there.
     """
 
     def __init__(self, folder: Path = Path(os.devnull), check: Callable[[], None] = lambda: None):
         self.folder, self.check = folder, check
-        self.raise_if_lost: Callable[[], None] = lambda: None
 
     def push(self) -> None:
         """Return when the store has all changes of the files in `folder`."""
@@ -312,26 +350,12 @@ def stored(path: AnyPath) -> objects.Stored | None:
 
 
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
-    """Delete temporary files and folders of killed processes on this host, or only those for the path `name`."""
+    """Delete temporary files and folders of earlier processes on this host, or only those for the path `name`."""
     wanted = ".+" if name is None else re.escape(name)
-    temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
+    temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.\d+")
     for path in folder.iterdir():
-        found = temporary.fullmatch(path.name)
-        if found and not _is_running(int(found[1])):
+        if temporary.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _is_running(process: int) -> bool:
-    """Return whether another process of this host has the id `process`."""
-    if process == os.getpid():  # A process of a restarted container may have had the same id.
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # Another user's process, or not a process id.
-        return True
-    return True
 
 
 def temporary_path(path: Path) -> Path:
@@ -364,18 +388,10 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
 
 
 def open_file(path: AnyPath | hub.HubFile) -> io.BufferedReader:
-    """Open a file for reading, from the start or from any position. Raise `UserError` if it is a device or a FIFO."""
+    """Open a file for reading, from the start or from any position."""
     if isinstance(path, hub.HubFile):
         return io.BufferedReader(hub.HubReader(path), hub.REQUEST_BYTES)
-    return open_object(path) if is_bucket(path) else open(path, "rb", opener=_open_regular)
-
-
-def _open_regular(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)  # Otherwise opening a FIFO waits for a writer.
-    if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):
-        return descriptor
-    os.close(descriptor)
-    raise UserError(f"{path} is not a regular file; move it away")
+    return open_object(path) if is_bucket(path) else path.open("rb")
 
 
 def read_file(path: AnyPath) -> bytes | None:

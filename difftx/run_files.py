@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TextIO
 
 from difftx.errors import RunError, UserError, note_copy, printable
 from difftx.files import UNLOCKED, Owner, local_name, read_file, remove_temporaries, retry_read
@@ -87,7 +86,7 @@ class _Copy(Owner):
         self._workdir = workdir
         self._scratch = tempfile.TemporaryDirectory(prefix="difftx-")
         super().__init__(Path(self._scratch.name).resolve())
-        self.check, self.raise_if_lost = lock.check, lock.raise_if_lost
+        self.check = lock.check
         note_copy(str(self.folder), str(workdir))
         self._lock = threading.Lock()
         self._versions: dict[str, str] = {}  # Name of a file → its version in the listing that was pulled last.
@@ -177,9 +176,7 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
     if is_bucket(folder):
         options = {"takeover_seconds": takeover_seconds, "wait_seconds": wait_seconds}
         with BucketLock(folder / ".lock", flag, **options) as held:
-            owner = Owner(check=held.check)
-            owner.raise_if_lost = held.raise_if_lost
-            yield owner
+            yield Owner(check=held.check)
         return
     # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +196,7 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
     try:  # However the process ends, the operating system releases the locks.
         folder_is_locked = _wait_for_lock(descriptor, path, flag, deadline)
         require_same_folder()  # It may have been moved during the wait.
-        with _open_lock_file(path) as file:
+        with path.open("a+") as file:
             if not _wait_for_lock(file.fileno(), path, flag, deadline) and not folder_is_locked:
                 print(printable(f"{flag}: no file locks here, so nothing keeps a second process out"), flush=True)
             file.truncate(0)
@@ -211,15 +208,6 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
                 file.truncate(0)  # The process id may become that of another process.
     finally:
         os.close(descriptor)
-
-
-def _open_lock_file(path: Path) -> TextIO:
-    try:
-        return path.open("a+")
-    except PermissionError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; its owner lets others write there with: chmod -R g+w {path.parent}"
-        ) from error
 
 
 def _wait_for_lock(descriptor: int, path: Path, flag: str, deadline: float) -> bool:

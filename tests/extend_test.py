@@ -21,7 +21,7 @@ from helpers.pages import named_files, page_commands, run_command
 
 from difftx import registry
 from difftx.errors import UserError
-from difftx.files import source_files
+from difftx.files import source_sha256
 
 FILES = named_files("extend.md")
 COMMANDS = page_commands("extend.md")
@@ -220,7 +220,7 @@ def test_a_missing_extension_is_reported_in_one_line(page_folder):
 
 @pytest.mark.long
 def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
-    library = source_files()
+    library = source_sha256.__wrapped__()
     transformer, token_lambda, train, evaluate, report, generate = COMMANDS[0]
     numbers = [
         int(re.search(r"([\d,]+) parameters", run(page_folder, line))[1].replace(",", ""))
@@ -285,7 +285,7 @@ def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
     run(page_folder, train, *longer, "--allow_config_change")
     assert (workdir / "checkpoints" / "8").is_dir()
     run(page_folder, evaluate)
-    assert source_files() == library
+    assert source_sha256.__wrapped__() == library
 
 
 @pytest.mark.exhaustive  # CI runs the commands of the first variant of the page.

@@ -37,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
     # Imported after the flags are checked, because the imports are slow.
     from difftx.commands import checkpoint_actions as actions
+    from difftx.training.checkpoint.manifest import MANIFEST
     from difftx.training.checkpoint.protocol import quarantine
 
     match options.command:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             actions.diff(actions.find(folder, options.a), actions.find(folder, options.b), options.values)
         case "quarantine":
             path = quarantine(UNLOCKED, actions.find(folder, str(options.step)))
-            print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
+            print(printable(f"{path}: to use the checkpoint again, rename this file to {MANIFEST}"))
         case "prune":
             actions.prune(options.workdir, options.keep, options.yes)
     return 0

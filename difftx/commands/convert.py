@@ -20,8 +20,7 @@ from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.data.tokenizer_files import FILES
 from difftx.errors import RunError, UserError, install_hint, note_copy, printable
-from difftx.files import downloaded, list_folder, require_writable, write_atomically
-from difftx.folders import is_taken, new_folder
+from difftx.files import downloaded, is_taken, list_folder, new_folder, require_writable, write_atomically
 from difftx.interop import SHARD_MIB
 from difftx.storage import hub
 from difftx.storage.paths import is_bucket

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
         require_run(args.workdir)
 
     from difftx.commands import evaluate  # Imported after the flags are checked, because the import is slow.
+    from difftx.training.checkpoint.checkpointer import Checkpoints
 
     if args.curves or args.scaling:
         if args.out is None:
@@ -49,5 +50,5 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     else:
         options: dict[str, Any] = {"steps": args.step, "part": args.weights, "again": args.again, "flags": args}
         options |= {"trusted": args.trust_run_config, "show": evaluate.show_result}
-        evaluate.run_suites(args.workdir, args.suite.split(","), overrides, **options)
+        evaluate.run_suites(Checkpoints(args.workdir), args.suite.split(","), overrides, **options)
     return 0

@@ -31,7 +31,6 @@ from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
 from difftx.report.runs import printable_json
 from difftx.run_files import small_files
-from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import Manifest, WeightsPart
@@ -46,7 +45,7 @@ PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 
 
 def run_suites(
-    workdir: AnyPath,
+    checkpoints: Checkpoints,
     suites: Sequence[str],
     overrides: Mapping[str, Any],
     *,
@@ -63,7 +62,7 @@ def run_suites(
     If steps cannot be read, raise `UserError` after all others.
 
     Args:
-        workdir: The directory of the run.
+        checkpoints: The checkpoints of the run.
         suites: Names of the suites.
         overrides: Fields of the config with other values than those of the run.
         steps: The steps, as `chosen_steps` reads them. None: the newest valid one.
@@ -74,16 +73,16 @@ def run_suites(
         devices: The devices of a mesh with one axis, in place of all devices with the mesh of the config.
         show: Called as `show(run, suite, step, part, fresh=…)` after a suite has a result.
     """
+    workdir = checkpoints.workdir
     config = fit(override(read_config(workdir), overrides))
     if devices is not None:
         config = dataclasses.replace(config, mesh=MeshConfig(fsdp=len(devices)))
     compared = pair(config).values() if "throughput" in suites else ()
     multihost.join(flags, config.multihost)
-    kernel_choice.choose([config, *compared], recorded_rankings(workdir))
     agree_on_command(config, flags)
+    kernel_choice.choose([config, *compared], recorded_rankings(workdir))
     confirm_outward(config, str(workdir / "config.json"), suites, overrides, trusted=trusted)
 
-    checkpoints = Checkpoints(workdir)
     files = small_files(workdir) if multihost.is_primary() else contextlib.nullcontext(UNLOCKED)
     with files as owner, Work(enabled=multihost.is_primary()) as work:
         evaluator = _Evaluator(checkpoints, config, suites, part, again, owner, devices, show)

@@ -180,7 +180,7 @@ def _kernels(
 
 
 def _storage(options: argparse.Namespace, advice: list[str]) -> dict[str, Any]:
-    """Return what a folder or bucket supports, and its speeds. Raise `UserError` if a crash could corrupt a run."""
+    """Return what a folder or bucket supports, and its speeds."""
     workdir = options.workdir
     found: dict[str, Any] = {"folder": str(workdir)}
     if is_bucket(workdir):
@@ -188,14 +188,10 @@ def _storage(options: argparse.Namespace, advice: list[str]) -> dict[str, Any]:
         fix = "use a bucket in the region of this machine"
     else:
         folder = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
-        found = {"folder": str(folder), "atomic_renames": health.renames_are_atomic(folder)}
-        found |= health.file_speeds(folder) | {"free_bytes": shutil.disk_usage(folder).free}
+        found = {"folder": str(folder), **health.file_speeds(folder), "free_bytes": shutil.disk_usage(folder).free}
         fix = "use a faster disk"
     if found["write"] < SLOW_WRITES:
         advice.append(f"{found['folder']} writes {found['write'] / 1e6:.0f} MB/s, so checkpoints take long; {fix}")
-    if not found.get("atomic_renames", True):
-        unsafe = "renames there are not atomic, so a crash could corrupt a run; use another"
-        raise UserError(f"--workdir={workdir}: {unsafe}")
     return found
 
 

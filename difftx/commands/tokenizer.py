@@ -17,8 +17,7 @@ from difftx.data.tokenizer import END_OF_TEXT
 from difftx.data.tokenizer_files import CONFIG, EXTRA, TOKENIZER
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, import_extra, printable
-from difftx.files import make_folder, require_writable, write_atomically
-from difftx.folders import is_taken, new_folder
+from difftx.files import is_taken, make_folder, new_folder, require_writable, write_atomically
 from difftx.progress import Work
 
 SMALLEST = 257  # Every byte and <|endoftext|>.

@@ -82,8 +82,8 @@ def train(
     config = with_vocabulary(config)
     take_gpu_memory()
     multihost.join(flags, config.multihost)
-    kernel_choice.choose([config], recorded_rankings(workdir) if workdir else {})
     agree_on_command(config, flags)
+    kernel_choice.choose([config], recorded_rankings(workdir) if workdir else {})
     config = fit_to_devices(config)
     multihost.print_on_primary(format_cost(config))
     if warning := matching_warning(config):

@@ -51,7 +51,6 @@ def load_model(
             run_config.multihost.barrier_timeout_seconds,
         )
         params = restore_params(checkpoint.manifest, config, mesh, part)
-        checkpoint.require_unchanged()
         return LanguageModel(config, mesh, params, tokenizer), checkpoint
 
     return read_checkpoint(checkpoints, step, run_config, read, flag="--workdir", part=part)
@@ -68,7 +67,6 @@ def read_checkpoint[T](
 ) -> T:
     """Return `read(checkpoint)` for the checkpoint of `step`, or for the newest valid checkpoint if `step` is None.
 
-    If training deletes that newest checkpoint during the call, `read` is called again with the new newest one.
     `run_config` is the run's config with the command's overrides, and `part` selects the weights. Error messages name
     the run by the flag `flag`.
     """

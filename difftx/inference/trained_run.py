@@ -26,7 +26,7 @@ from difftx.kernels.rows import AttentionWeights
 from difftx.model.attention import LayerConstants, layer_constants
 from difftx.model.decoder import Block, Decoder
 from difftx.parallel.layout import Layout
-from difftx.storage.paths import AnyPath
+from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.state import graph
@@ -45,8 +45,9 @@ class TrainedRun:
     tokens.
     """
 
-    def __init__(self, lm: LanguageModel, workdir: AnyPath | None = None, checkpoint: Checkpoint | None = None):
-        self._lm, self.workdir, self._checkpoint = lm, workdir, checkpoint
+    def __init__(self, lm: LanguageModel, run: Checkpoints | None = None, checkpoint: Checkpoint | None = None):
+        self._lm, self._checkpoint = lm, checkpoint
+        self.workdir = None if run is None else run.workdir
 
     @property
     def config(self) -> Config:

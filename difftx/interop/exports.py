@@ -3,8 +3,7 @@
 import json
 
 from difftx.errors import RunError, UserError
-from difftx.files import make_folder, remove_file, size_of, write_atomically
-from difftx.folders import is_taken, new_folder, remove_folder
+from difftx.files import is_taken, make_folder, new_folder, remove_file, remove_folder, size_of, write_atomically
 from difftx.interop import SHARD_MIB
 from difftx.interop.fields import CONFIG
 from difftx.interop.runs import check_representable, write_export

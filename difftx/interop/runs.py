@@ -176,7 +176,6 @@ def differentialize_run(
         _empty(folder)
         lines = _differentialize(checkpoint.manifest, part, config, new, read, tokenizer, dex_heads, folder)
         write_run_files(folder, new, {"source_weights": checkpoint.weights})
-        checkpoint.require_unchanged()
         return [f"a run of step {STEP}, {_describe(new.model)}", *lines]
 
     return read_checkpoint(run, step, read_config(run.workdir), convert, flag="--input", part=part)
@@ -192,7 +191,6 @@ def merge_run(run: Checkpoints, folder: Path, step: int | None, part: WeightsPar
         _empty(folder)
         save_params(folder, copied_params(reader, config.model), new, {"tokenizer": tokenizer.fingerprint})
         write_run_files(folder, new, {"source_weights": checkpoint.weights})
-        checkpoint.require_unchanged()
         return [f"a run of step {STEP}, {_describe(new.model)}", f"adapters of rank {rank} merged into its weights"]
 
     return read_checkpoint(run, step, read_config(run.workdir), merge, flag="--input", part=part)
@@ -216,7 +214,6 @@ def export_adapters(run: Checkpoints, folder: Path, step: int | None, part: Weig
         settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": rank}
         settings |= {"lora_alpha": train.lora_alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": modules}
         write_atomically(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
-        checkpoint.require_unchanged()
         source = checkpoint.config.checkpoint.init_from or "the start of this run"
         return [f"adapters of rank {rank} of {', '.join(modules)}", f"they belong to the weights of {source}"]
 
@@ -308,7 +305,6 @@ def export_run(
             lines.append(compare_logits(folder, checkpoint.manifest, config, part))
             if tokenizers.has_tokenizer(folder):
                 lines.append(in_transformers.compare_tokenizer(folder, open_tokenizer(checkpoint)[1]))
-        checkpoint.require_unchanged()
         return lines
 
     return read_checkpoint(run, step, read_config(run.workdir), export, flag="--input", part=part)

@@ -88,12 +88,6 @@ def make_points(
             raise UserError(f"--grid, run {name}: {error}") from error
         if any(point.name == name for point in points):
             raise UserError(f"--grid: two runs would be named {name!r}; vary one of those fields in a sweep of its own")
-        # A recipe may give two of its arguments equal configs, as configs/controls.py does for two arms.
-        equal = [point.name for point in points if point.spec == point_spec and point.config == config]
-        if equal:
-            raise UserError(
-                f"--grid: the runs {equal[0]!r} and {name!r} have equal configs; leave one of the values out"
-            )
         points.append(SweepPoint(name, point_spec, changes, config, extensions))
     return points
 

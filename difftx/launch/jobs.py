@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import jinja2
@@ -92,13 +92,6 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: str, settings: Mapp
         _check_config(launcher, point, settings)
     quoted = {setting: value if setting in COUNTS else launcher.quote(value) for setting, value in settings.items()}
     values = {point.name: _values(launcher, point, out, settings) for point in points}
-    labels: dict[str, str] = {}
-    for run, computed in values.items():
-        if "label" in computed and (other := labels.setdefault(computed["label"], run)) != run:
-            raise UserError(
-                f"the runs {other!r} and {run!r}: both jobs would be named {computed['label']!r}; write one of them in "
-                "a sweep of its own, and change the name in its job file"
-            )
     folder = _job_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     for run, computed in values.items():
@@ -125,11 +118,8 @@ def _check_settings(name: str, variables: set[str], settings: Mapping[str, str],
     for setting, value in settings.items():
         if setting not in wanted:
             raise UserError(f"--set {setting}=…: {name} asks for no such thing.{did_you_mean(setting, wanted)}")
-        _check_printable(f"--set {setting}", [value])
         if setting in COUNTS and not re.fullmatch("[0-9]{1,9}", value):
             raise UserError(f"--set {setting}={value}: not a count; write an integer")
-        if setting == "spot" and value != "true":  # The label of GKE has no other value.
-            raise UserError(f"--set spot={value}: write spot=true, or leave it out")
     if missing := sorted(wanted - settings.keys() - {"spot"}):
         raise UserError(f"--launcher={name}: give --set {' '.join(f'{m}=…' for m in missing)}; see docs/operations.md")
 
@@ -183,18 +173,10 @@ def _values(launcher: Launcher, point: SweepPoint, out: str, settings: Mapping[s
             if len(label) > MAX_NAME_CHARACTERS:
                 limit = f"a job's name has at most {MAX_NAME_CHARACTERS} characters"
                 raise UserError(f"run {point.name}: {limit}; vary fewer fields")
-    _check_printable(f"run {point.name}", [*command, *values.values()])
     shell = shlex.join(command)
     if launcher.quote is _yaml:
         shell = shell.replace("$", "$$")  # Kubernetes expands $(NAME) in a container's arguments, and replaces $$ by $.
     return {"name": point.name, "command": shell, "xla_flags": GPU_XLA_FLAGS, **values}
-
-
-def _check_printable(what: str, texts: Iterable[str]) -> None:
-    """Raise `UserError` for control characters: a line break would end a comment or a YAML block of the job file."""
-    for text in texts:
-        if not text.isprintable():
-            raise UserError(f"{what}: {text!r} has control characters, which a job file cannot hold; remove them")
 
 
 def _in_repository(point: SweepPoint) -> SweepPoint:

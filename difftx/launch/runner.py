@@ -21,7 +21,6 @@ import rich.live
 import rich.markup
 import rich.table
 
-from difftx.config.fields import Effect
 from difftx.data.loader import signature_changes
 from difftx.data.sources import signature_of_stores
 from difftx.errors import EXIT_PREEMPTED, UnreadableError, UserError, printable
@@ -33,7 +32,7 @@ from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.metrics import read_newest_metrics
-from difftx.training.resume import Change, changed_fields
+from difftx.training.resume import changed_fields
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
 TETHERED = Path(__file__).with_name("tethered.py")
@@ -86,12 +85,12 @@ class RunStatus:
         """Return whether metrics.jsonl has the last step, and the last checkpoint's files have the manifest's sizes."""
         return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
 
-    def require_unchanged(self) -> list[Change]:
+    def require_unchanged(self) -> None:
         """Raise `UserError` if a finished run was trained with other settings or stores. Text files are not compared.
 
-        Return the changed fields of `eval`, except `eval.every_steps`. The run's results have their old values.
+        Its results keep the old values of the fields of `eval`.
         """
-        manifest, fields = read_manifest(self.last_checkpoint), []
+        manifest = read_manifest(self.last_checkpoint)
         changes = [
             f"extension {change}" for change in changed_extensions(manifest.extensions, str(self.last_checkpoint))
         ]
@@ -103,7 +102,6 @@ class RunStatus:
             changes += signature_changes({name: manifest.data[name] for name in stores}, stores)
         if changes:
             raise UserError(f"{self.workdir} is finished, but with another {changes[0]}; use another --out")
-        return [change for change in fields if change.has(Effect.EVALUATION)]
 
     def cells(self) -> list[str]:
         """Return the run's row of the table: name, state, step, losses, tokens/s, time left, error."""
@@ -142,17 +140,11 @@ class Sweep:
     def __init__(self, points: Sequence[SweepPoint], out: AnyPath, description: Mapping[str, Any]):
         """Read the state of the runs that already exist in `out`. `description` is written first in `sweep.json`."""
         self._statuses = [RunStatus(point, out / point.name) for point in points]
-        changes: dict[str, Change] = {}
         for status in self._statuses:
             status.refresh()
             # The sweep skips finished runs. `difftx train` itself compares the settings of the runs that it resumes.
             if status.is_finished():
-                changes |= {str(change): change for change in status.require_unchanged()}
-        if changes:
-            text = f"changed since runs were finished: {', '.join(changes)}; finished runs keep their results"
-            fields = sorted({f"--{change.field}" for change in changes.values()} - {"--eval.suites"})
-            flags = " and ".join(["--suite=…", *(f"{field}=…" for field in fields)])
-            print(printable(f"{text}. For others, run difftx eval on them with {flags}"), flush=True)
+                status.require_unchanged()
         make_folder(out)
         self._out, self._description = out, description
         # No automatic refresh, because its thread would be unsafe while the sweep starts processes.

@@ -96,9 +96,14 @@ def require_devices() -> None:
         ) from error
 
 
+def process_count() -> int:
+    """Return the number of processes, without opening the devices, unlike `jax.process_count`."""
+    return distributed.global_state.num_processes or 1
+
+
 def is_primary() -> bool:
     """Return whether this is process 0, the primary process. Only it writes shared files and messages."""
-    return jax.process_index() == 0
+    return not distributed.global_state.process_id
 
 
 def print_on_primary(text: str) -> None:
@@ -118,25 +123,15 @@ def barrier(name: str, timeout_seconds: float) -> None:
 def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float = DECISION_SECONDS) -> Any:
     """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
-    All processes must make the same calls in the same order. If `decide` raises an error that `explained` converts to
-    a `UserError` or `RunError`, every process raises that error. Process 0 does not wait for the others.
+    All processes must make the same calls in the same order. If `decide` raises an error, all raise one, as after
+    `exchange`.
     """
-    if jax.process_count() == 1:
-        return decide()
-    _calls["decision"] += 1
-    key = f"difftx/decision/{_calls['decision']}"
-    if is_primary():
-        notice, error = _attempt(decide)
-        if error is not None and explained(error) is None:
-            raise error
-        service().key_value_set(key, notice)
-    with unmonitored():
-        text = service().blocking_key_value_get(key, int(timeout_seconds * 1000))
     try:
-        return _result(json.loads(text))
+        return exchange("decision", lambda: decide() if is_primary() else None, timeout_seconds)[0]
     except RunError:
-        # Wait for the other processes here, because JAX would abort them if process 0 ended first.
-        jax.distributed.shutdown()
+        if process_count() > 1:
+            # Wait for the other processes here, because JAX would abort them if process 0 ended first.
+            jax.distributed.shutdown()
         raise
 
 
@@ -148,15 +143,17 @@ def exchange(what: str, action: Callable[[], Any], timeout_seconds: float) -> li
     names the absent ones. All processes must make the calls of the same `what` in the same order. Safe to call from a
     thread, if no other thread uses its `what`.
     """
-    if jax.process_count() == 1:
+    if process_count() == 1:
         return [action()]
     _calls[what] += 1
     client, name = service(), f"difftx/{what}/{_calls[what]}"  # The service accepts each name only once.
-    notice, error = _attempt(action, f"process {jax.process_index()} of {jax.process_count()} ({host_and_pid()}): ")
-    client.key_value_set(f"{name}/{jax.process_index()}", notice)
+    me, count = distributed.global_state.process_id, process_count()
+    notice, error = _attempt(action, f"process {me} of {count} ({host_and_pid()}): ")
+    client.key_value_set(f"{name}/{me}", notice)
     failure = None
     try:
-        client.wait_at_barrier(name, int(timeout_seconds * 1000))
+        with unmonitored():
+            client.wait_at_barrier(name, int(timeout_seconds * 1000))
     except Exception as raised:  # Report the absent processes after any error.
         failure = raised
     if error is not None:
@@ -164,10 +161,13 @@ def exchange(what: str, action: Callable[[], Any], timeout_seconds: float) -> li
     notices = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in client.key_value_dir_get(name)}
     if failure is not None:
         heartbeat.wait_for_others_to_end()
-        absent = ", ".join(str(process) for process in range(jax.process_count()) if process not in notices)
-        why = f"process {absent} of {jax.process_count()} did not come within {timeout_seconds:g} s"
+        absent = ", ".join(str(process) for process in range(count) if process not in notices)
+        why = f"process {absent} of {count} did not come within {timeout_seconds:g} s"
         raise RunError(f"{what}: {why if absent else failure}") from failure
-    return [_result(notice) for _, notice in sorted(notices.items())]
+    for _, notice in sorted(notices.items()):
+        if "failure" in notice:
+            raise (UserError if notice["is_mistake"] else RunError)(notice["failure"])
+    return [notice["value"] for _, notice in sorted(notices.items())]
 
 
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
@@ -177,7 +177,7 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     processes publish the fields themselves, and all raise a `UserError` that names a field. If `make` fails in one
     process, all raise an error, as after `exchange`. `what` names the comparison in messages.
     """
-    if jax.process_count() == 1:
+    if process_count() == 1:
         return make()
     made: list[T] = []
     fields: dict[str, Any] = {}
@@ -189,7 +189,7 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
 
     summaries = exchange(f"agreement on {what}", summary, timeout_seconds)
     if different := [process for process, (sha256, _) in enumerate(summaries) if sha256 != summaries[0][0]]:
-        other, published = different[0], fields if jax.process_index() in (0, different[0]) else {}
+        other, published = different[0], fields if distributed.global_state.process_id in (0, different[0]) else {}
         everywhere = exchange(f"fields of {what}", lambda: published, timeout_seconds)
         old, new = everywhere[0], everywhere[other]
         first, *rest = [name for name in old | new if old.get(name) != new.get(name)]
@@ -201,7 +201,7 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     return made[0]
 
 
-def _attempt(action: Callable[[], Any], who: str = "") -> tuple[str, Exception | None]:
+def _attempt(action: Callable[[], Any], who: str) -> tuple[str, Exception | None]:
     """Call `action`. Return its result or error as a text for the other processes, and the error, if there is one."""
     try:
         return json.dumps({"value": action()}), None
@@ -209,13 +209,6 @@ def _attempt(action: Callable[[], Any], who: str = "") -> tuple[str, Exception |
         explanation = explained(error)
         text = str(explanation) if explanation else f"{type(error).__name__}: {error}"
         return json.dumps({"failure": f"{who}{text}", "is_mistake": isinstance(explanation, UserError)}), error
-
-
-def _result(notice: dict[str, Any]) -> Any:
-    """Return the result in a text of `_attempt`, or raise the error in it."""
-    if "failure" in notice:
-        raise (UserError if notice["is_mistake"] else RunError)(notice["failure"])
-    return notice["value"]
 
 
 class Notice:

@@ -24,7 +24,6 @@ RENEWALS = 6  # Renewals of the owner within `takeover_seconds`.
 # Share of `takeover_seconds` for which the owner trusts a renewal. The rest covers clocks of different speed.
 TRUSTED = 0.8
 POLLS = 10  # Reads of a waiting process within `takeover_seconds`.
-UNKNOWN = {"id": None, "host": "an unknown host", "pid": 0, "takeover_seconds": 0}  # Owner of what is not a lock.
 EXTRA_WAIT = 1.5  # A waiting process gives up after this multiple of `takeover_seconds`, and after `wait_seconds`.
 
 
@@ -76,15 +75,11 @@ class BucketLock:
                 raise RunError(f"{self._path.parent}: this process has released the lock, so it does not write there")
             if self._successor is None and _now() - self._renewed > TRUSTED * self._takeover:
                 self._renew()
-            self.raise_if_lost()
-
-    def raise_if_lost(self) -> None:
-        """Raise `RunError` if a renewal has found another owner. This sends no request."""
-        if self._successor is not None:
-            raise RunError(
-                f"{self._path.parent}: {self._successor} has taken this folder over, because this process did not "
-                f"renew its lock for {self._takeover:g} s; this process stops"
-            )
+            if self._successor is not None:
+                raise RunError(
+                    f"{self._path.parent}: {self._successor} has taken this folder over, because this process did not "
+                    f"renew its lock for {self._takeover:g} s; this process stops"
+                )
 
     def _acquire(self) -> None:
         begun, seen, since, announced = None, None, 0.0, False
@@ -141,14 +136,7 @@ def _content(owner: dict[str, Any] | None) -> bytes:
 
 def _owner(content: bytes) -> dict[str, Any] | None:
     """Return the owner in the content of a lock, or None if the lock is free."""
-    try:
-        if (owner := json.loads(content)["owner"]) is None:
-            return None
-        found = {name: owner[name] for name in ("id", "host", "pid")}
-        return found | {"takeover_seconds": float(owner["takeover_seconds"])}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        # Not a lock. It is taken over if it stays like this.
-        return UNKNOWN
+    return json.loads(content)["owner"]
 
 
 def _name(owner: dict[str, Any]) -> str:

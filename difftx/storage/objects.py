@@ -76,13 +76,7 @@ def _reads(requests: Iterable[tuple[BucketPath, dict[str, Any]]]) -> Iterator[St
     for group in itertools.batched(requests, CONCURRENT):
         futures = [_bucket_of(path).read(_key(path), **options) for path, options in group]
         for (path, _), future in zip(group, futures, strict=True):
-            try:
-                found = _from_tensorstore(path, "read", lambda future=future: future)
-            except UnreadableError as error:
-                if "OUT_OF_RANGE" not in str(error.__cause__):
-                    raise
-                yield Stored(b"", b"")  # The response or the object is too short.
-                continue
+            found = _from_tensorstore(path, "read", lambda future=future: future)
             yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
@@ -122,19 +116,8 @@ def write_if(path: BucketPath, content: bytes, generation: bytes | None) -> byte
     stamp = _from_tensorstore(path, "write", lambda: _bucket_of(path).write(_key(path), content, if_equal=condition))
     if stamp.generation:
         return stamp.generation
-    for pause in (*REREAD_SECONDS, None):
-        found = read(path)
-        if found is None:
-            if generation is not None:
-                return None
-            raise UnreadableError(f"{path}: another process deleted this object while it was created; run again")
-        if found.content == content:
-            return found.generation
-        if not content.startswith(found.content):  # Otherwise this may be a shortened response.
-            return None
-        if pause is not None:
-            time.sleep(pause)
-    raise UnreadableError(f"{path} cannot be read: its content is incomplete; run the same command again")
+    found = read(path)
+    return found.generation if found is not None and found.content == content else None
 
 
 def delete(paths: Iterable[BucketPath]) -> None:
@@ -248,7 +231,7 @@ def _from_fsspec(path: BucketPath, verb: str, request: Callable[[], Any]) -> Any
         return None
     except Exception as error:  # fsspec's stores raise errors of several HTTP libraries.
         # gcsfs raises this error for a failed condition, which it has no other sign of.
-        if verb == "write" and (isinstance(error, FileExistsError) or _reply(error).status == 412):
+        if verb == "write" and (isinstance(error, FileExistsError) or _reply(error)[0] == 412):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         raise _explained(path, verb, error) from error
 
@@ -256,51 +239,46 @@ def _from_fsspec(path: BucketPath, verb: str, request: Callable[[], Any]) -> Any
 def _explained(path: BucketPath, verb: str, error: Exception) -> UserError | UnreadableError:
     """Return the error of one line for a failed request."""
     scheme, bucket = _scheme(path), _name(path).partition("/")[0]
-    reply = _reply(error)
-    if isinstance(error, PermissionError) or reply.status in (401, 403) or reply.codes & EXPIRED:
+    status, codes = _reply(error)
+    if isinstance(error, PermissionError) or status in (401, 403) or codes & EXPIRED:
         default = {"gs": "gcloud auth application-default login", "s3": "aws configure"}[scheme]
         return UserError(
             f"{path}: the credentials of this process may not {verb} objects of bucket {bucket}; grant them the "
             f"permission, or use other credentials ({default})"
         )
-    if isinstance(error, FileNotFoundError) or "NOT_FOUND" in reply.codes:
+    if isinstance(error, FileNotFoundError) or "NOT_FOUND" in codes:
         return UserError(f"{path}: there is no bucket {bucket}; create it, or use another one")
     done = {"read": "read", "write": "written", "delete": "deleted", "list": "listed"}[verb]
-    hint = "; the credentials may have expired" if scheme == "s3" and reply.status == 400 and not reply.codes else ""
+    hint = "; the credentials may have expired" if scheme == "s3" and status == 400 and not codes else ""
     return UnreadableError(
         f"{path} cannot be {done}: {cause_of(error)}{hint} (all retries failed); run the same command again"
     )
 
 
-class _Reply(NamedTuple):
-    """The reply to a failed request."""
-
-    status: int | None  # HTTP status. None if there was no reply.
-    codes: set[str]  # Codes of the store, such as "ExpiredToken", and of TensorStore, such as "NOT_FOUND".
-
-
-def _reply(error: Exception) -> _Reply:
-    """Return the reply in an error of TensorStore, s3fs or gcsfs. The names of objects in the text do not count."""
+def _reply(error: Exception) -> tuple[int | None, set[str]]:
+    """Return HTTP status and codes such as "ExpiredToken" and "NOT_FOUND" in an error of TensorStore, s3fs or gcsfs."""
     response = getattr(error.__cause__, "response", getattr(error, "response", None))
     if isinstance(response, dict):  # botocore takes the status as the code of a reply without a body.
         code = str(response["Error"].get("Code", ""))
-        return _Reply(response["ResponseMetadata"].get("HTTPStatusCode"), set() if code.isdecimal() else {code})
+        return response["ResponseMetadata"].get("HTTPStatusCode"), set() if code.isdecimal() else {code}
     if str(getattr(error, "code", None)).isdecimal():  # An error of gcsfs.
-        return _Reply(int(error.code), set())  # pyrefly: ignore[missing-attribute]
+        return int(error.code), set()  # pyrefly: ignore[missing-attribute]
     if type(error) is OSError and str(error).startswith("Forbidden: "):  # An error of gcsfs.
-        return _Reply(403, set())
+        return 403, set()
     text = BODY.sub("", str(error))
-    return _Reply(int(found[1]) if (found := STATUS.search(text)) else None, set(CODES.findall(text)))
+    return int(found[1]) if (found := STATUS.search(text)) else None, set(CODES.findall(text))
 
 
 def cause_of(error: Exception) -> str:
     """Return the text of an error for a message, without the body of a reply."""
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(code[1]))
     return (BODY.sub("", str(error)) or type(error).__name__)[:300]
 
 
 @contextlib.contextmanager
-def requests_of_tensorstore(path: BucketPath, verb: str) -> Iterator[None]:
-    """Raise `UnreadableError` if a request of TensorStore fails in the block."""
+def one_line_errors(path: object, verb: str) -> Iterator[None]:
+    """Raise `UnreadableError` if a request of TensorStore, for a file or an object, fails in the block."""
     try:
         yield
     except UserError:

@@ -5,7 +5,6 @@ import concurrent.futures
 import errno
 import io
 import os
-import time
 from collections.abc import Buffer, Callable, Iterable, Iterator
 from typing import Any
 
@@ -73,15 +72,11 @@ class ObjectReader(io.RawIOBase):
         return len(content)
 
     def _read(self, start: int, stop: int) -> bytes:
-        # A response may be shortened, so a short one does not show that the object is short.
-        for pause in (*objects.REREAD_SECONDS, None):
-            [found] = objects.read_ranges(self._path, [(start, stop)])
-            if found is not None and len(found.content) == stop - start:
-                if self._generation not in (None, found.generation):
-                    raise UserError(f"{self._path}: changed while it was read; run the same command again")
-                self._generation = found.generation
-                return found.content
-            if pause is not None:
-                time.sleep(pause)
-        why = f"it has fewer than {stop} bytes, or was deleted; run the same command again"
-        raise UnreadableError(f"{self._path} cannot be read: {why}")
+        [found] = objects.read_ranges(self._path, [(start, stop)])
+        if found is None or len(found.content) != stop - start:
+            why = f"it has fewer than {stop} bytes, or was deleted; run the same command again"
+            raise UnreadableError(f"{self._path} cannot be read: {why}")
+        if self._generation not in (None, found.generation):
+            raise UserError(f"{self._path}: changed while it was read; run the same command again")
+        self._generation = found.generation
+        return found.content

@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import rich.table
 
@@ -59,10 +58,7 @@ class Goodput:
         unaccounted, last_step = 0.0, 0  # Seconds of train rows since the last goodput row.
         for row in metrics_rows(metrics):
             if row["split"] == "goodput":
-                numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in SECTIONS}
-                if not all(isinstance(number, int | float) for number in numbers.values()):
-                    continue  # The row is corrupt.
-                newest, unaccounted = numbers, 0.0
+                newest, unaccounted = {name: row.get(f"{name}_seconds", 0.0) for name in SECTIONS}, 0.0
                 kept = newest if row["step"] <= step else kept
             elif row["split"] == "train":
                 # The row has the seconds of one step, which stands for all steps since the previous row.

@@ -3,15 +3,14 @@
 On accelerators, with `train.kernel_choice = "measured"`, each process compares all kernels with the reference and times
 them, for the shapes of the run. All processes then use one ranking: if one process rejects a kernel, all do.
 
-The manifest of the run records the ranking. A run that resumes on the same devices with the same versions of
-`COMPILERS`, the same source files in `KERNELS` and the same shapes uses the recorded ranking, so that its results stay
-the same bit for bit. Otherwise, all processes measure again.
+The manifest of the run records the ranking. A run that resumes with a primary process on the same devices, with
+the same versions of `COMPILERS`, source files in `KERNELS` and shapes, uses the recorded ranking, so that its results
+stay the same bit for bit. Otherwise, all processes measure again.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import jax
 
@@ -31,10 +30,10 @@ COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # Packages whose versions 
 KERNELS = Path(kernels.__file__).parent
 
 
-def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking] = MappingProxyType({})) -> None:
+def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking]) -> None:
     """Choose the attention kernels of the configs, and raise `UserError` if JAX finds no device.
 
-    Call `multihost.join` first. `recorded` has the rankings that the run has recorded (`recorded_rankings`).
+    Call `multihost.join` and `agree_on_command` first. `recorded` has the rankings that the run has recorded.
     """
     measurable = {kernel_function(config): config for config in configs if _is_measured(config)}
     devices = kernel_measurement.gpu_identity() if measurable else None
@@ -45,10 +44,8 @@ def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking] = MappingP
             version = device.client.platform_version.splitlines()[0]
             devices = f"{jax.device_count()} × {device.device_kind}, {version}"
     own = {} if devices is None else {f: conditions(devices, config) for f, config in measurable.items()}
-    # All processes take part in both exchanges, because `agree_on_command` has not compared the configs yet.
     timeout = configs[0].multihost.barrier_timeout_seconds
-    everywhere = multihost.exchange("conditions of the kernels", lambda: own, timeout)
-    present = {function: _of_all([of[function] for of in everywhere if function in of]) for function in own}
+    present = multihost.decide_on_primary(lambda: own, timeout)
     changed = [f for f, found in present.items() if f not in recorded or recorded[f].conditions != found]
     times = {function: kernel_measurement.measured(measurable[function]) for function in changed}
     measured = multihost.exchange("kernels", lambda: times, timeout)
@@ -77,13 +74,8 @@ def conditions(devices: str, config: Config) -> dict[str, str]:
         "devices": devices,
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items() if name in COMPILERS),
         "kernel source files": source_sha256(KERNELS),
-        "shapes": json_sha256([kernel_measurement.process_count(), fields]),
+        "shapes": json_sha256([multihost.process_count(), fields]),
     }
-
-
-def _of_all(conditions: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Return the conditions in all processes, each value once."""
-    return {name: " and ".join(dict.fromkeys(of_one[name] for of_one in conditions)) for name in conditions[0]}
 
 
 def combined(results: Mapping[int, kernel_measurement.Measured]) -> kernel_measurement.Measured:

@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
-from jax._src import distributed  # For the number of processes before JAX opens the devices.
 
 from difftx.config import Config
 from difftx.errors import EXIT_FAILED, printable
 from difftx.kernels import target
 from difftx.kernels.measure import Workload, measure
+from difftx.parallel import multihost
 from difftx.registry import load_extensions, loaded_extensions
 from difftx.training.workload import attention_workload
 
@@ -53,11 +53,6 @@ def gpu_identity() -> str | None:
     return f"{len(names)} × {names[0]}" if answer.returncode == 0 and names else None
 
 
-def process_count() -> int:
-    """Return the number of processes, without opening the devices."""
-    return distributed.global_state.num_processes or 1
-
-
 def measured(config: Config) -> Measured:
     """Measure the kernels of a config; the fastest comes first. On GPUs, call this before JAX opens the devices."""
     outcomes = _measured_here(config) if gpu_identity() is None else _measured_by_children(config)
@@ -77,7 +72,7 @@ def _measured_by_children(config: Config) -> Outcomes:
     while todo is None or todo:
         pipe, end = context.Pipe(duplex=False)
         child = context.Process(
-            target=_child, args=(end, config, extensions, devices, process_count(), todo), daemon=True
+            target=_child, args=(end, config, extensions, devices, multihost.process_count(), todo), daemon=True
         )
         child.start()
         end.close()

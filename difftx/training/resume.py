@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from difftx.config import Config, ModelConfig
 from difftx.config.fields import Effect, Flag, fields_with, flat, marks, values_of
@@ -23,9 +22,7 @@ from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.manifest import MANIFEST, Manifest, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.restoring import config_of, restore_params, restore_state
 from difftx.training.checkpoint.retention import ROLLING
-from difftx.training.fit import fit
 from difftx.training.guards import Guard, decide
-from difftx.training.optimizer import learning_rate
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state, jit_init
 
@@ -172,7 +169,7 @@ def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_c
         trained = config_of(manifest)
         examples = step * trained.batch_rows  # A rewind may have read more. `Loader.restore` compares again.
         data_changes = signature_changes(*(begun(s, examples) for s in (manifest.data, run.data.signature)))
-        refused += _report_changes(trained, run.config, step, data_changes, allowed, print_unsafe=allow_config_change)
+        refused += _report_changes(trained, run.config, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         otherwise = "" if is_branch else "use a new --workdir, "
         raise UserError(
@@ -246,7 +243,6 @@ def _print_other_code(manifest: Manifest) -> None:
 def _report_changes(
     old: Config,
     new: Config,
-    step: int,
     data_changes: list[str],
     allowed: tuple[Effect | Flag, ...],
     *,
@@ -254,8 +250,8 @@ def _report_changes(
 ) -> list[str]:
     """Print the safe changes of the config, and return the unsafe ones. With `print_unsafe`, print those too.
 
-    The returned changes include those of the data. `step` is that of the checkpoint. Changes of fields with a mark
-    in `allowed` are safe in addition to those of `Change.is_safe`.
+    The returned changes include those of the data. Changes of fields with a mark in `allowed` are safe in addition to
+    those of `Change.is_safe`.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
@@ -268,30 +264,14 @@ def _report_changes(
             text += f", without effect on this run, which started from {origin}"
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
             verdict = "safe" if safe else "not safe"
-            if change.field == "train.steps" and (rates := _learning_rate_change(old, new.train.steps, step)):
-                verdict = f"allowed, but alone it makes the learning rate after step {step} jump: about {rates}"
+            if change.field == "train.steps" and new.optimizer.schedule != "constant":
+                verdict = f"allowed; the learning rate may jump, because it now follows {new.train.steps} steps"
             elif change.field.startswith("eval.") and new.checkpoint.keep_best is not None:
                 verdict = "safe; checkpoint.keep_best compares only results with equal settings of its suite"
             print_on_primary(f"changed since the checkpoint: {text} ({verdict})")
         if not safe:
             (data_fields if is_data else refused).append(text)
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
-
-
-def _learning_rate_change(config: Config, new_steps: int, step: int) -> str | None:
-    """Return the learning rates after `step` with the old and the new `train.steps`, as "old → new".
-
-    Return None if they are equal, or if the new one alone is invalid. The rates are approximate, because skipped
-    updates, whose number is not known here, do not advance the schedule.
-    """
-    count = jnp.int32(step)  # Training passes an array too.
-    try:
-        changed = fit(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=new_steps)))
-        before, after = (float(jax.device_get(learning_rate(c)(count))) for c in (config, changed))
-    except UserError:  # Other fields had to change too, such as those of a warm-up that is longer than `new_steps`.
-        return None
-    is_equal = abs(after - before) <= 1e-5 * config.optimizer.learning_rate  # Smaller differences are rounding.
-    return None if is_equal else f"{before:.3g} → {after:.3g}"
 
 
 def read_source[T](field: str, source: str, read: Callable[[Manifest], T]) -> T:

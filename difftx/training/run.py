@@ -24,8 +24,8 @@ from difftx.config.fields import Flag, flat, values_of, without
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
-from difftx.errors import SOURCE, UserError, printable
-from difftx.files import UNLOCKED, Owner, read_file, require_run, size_of, source_files, source_sha256
+from difftx.errors import SOURCE, UserError
+from difftx.files import UNLOCKED, Owner, read_file, require_run, size_of, source_sha256
 from difftx.json_files import read_json, schema_error
 from difftx.kernels.backend import Ranking
 from difftx.model.abstract import count_parameters
@@ -44,7 +44,6 @@ from difftx.training.workload import attention_kernel
 RUN_FORMAT = 1
 LOCK_WAIT_SECONDS = 60.0
 RANKING_SCHEMA = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
-RECORDS = ("config.json", "manifest.json", "metrics.jsonl", ".lock")  # On a disk.
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Settings of JAX and XLA that may differ between processes, because they do not change numbers.
@@ -116,18 +115,11 @@ class Run:
             yield dataclasses.replace(self, run_id=run_id, owner=owner)
 
     def check_records(self) -> None:
-        """Raise an error in every process if the files of an earlier attempt cannot be read."""
+        """Raise an error in every process if an earlier attempt's manifest cannot be read, or has another format."""
 
         def check() -> None:
-            for name in () if is_bucket(self.workdir) else RECORDS:  # In a bucket, `small_files` reads them.
-                read_file(self.workdir / name)
-            try:
-                if size_of(self.workdir / MANIFEST) is not None:
-                    read_run_manifest(self.workdir)
-            except OtherFormatError:
-                raise
-            except UserError as error:  # The start writes the file again, with the `run_id` of the checkpoints.
-                print(printable(f"{error}; it is written again"), flush=True)
+            if size_of(self.workdir / MANIFEST) is not None:
+                read_run_manifest(self.workdir)
 
         decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
@@ -166,16 +158,11 @@ class Run:
 
     def require_none_saved(self) -> None:
         """Raise `UserError` if the run has saved a checkpoint. Call this if there is none."""
-        path, why = self.files / MANIFEST, None
-        try:
-            if size_of(path) is not None and read_json(path).get("has_saved"):
-                why = "shows that one was saved"
-        except (UserError, AttributeError):
-            why = "is corrupt, so one may have been saved"
-        if why is not None:
+        path = self.files / MANIFEST
+        if size_of(path) is not None and read_json(path).get("has_saved"):
             raise UserError(
-                f"{self.workdir / 'checkpoints'}: there is no checkpoint, but {path} {why}; restore it, or use a new "
-                f"--workdir. To start from step 0 in this --workdir and lose its metrics, delete {path}"
+                f"{self.workdir / 'checkpoints'}: there is no checkpoint, but {path} shows that one was saved; restore "
+                f"it, or use a new --workdir. To start from step 0 here and lose the metrics, delete {path}"
             )
 
 
@@ -186,14 +173,14 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     """
 
     def fields() -> dict[str, Any]:
-        compared = {f"--{name}": _comparable(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
+        given = {name: value for name, value in vars(flags).items() if name not in OWN_FLAGS}
+        compared = {f"--{name}": str(x) if isinstance(x, os.PathLike) else x for name, x in given.items()}
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
         # `Run.open` compares the contents of the data.
         settings = flat(without(Config, values_of(config), Flag.PROCESS))
-        library = {f"difftx source {name}": sha256 for name, sha256 in source_files().items()}
-        return jax_settings() | library | packages | extensions | compared | settings
+        return jax_settings() | {"difftx source": source_sha256()} | packages | extensions | compared | settings
 
     agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
 
@@ -203,13 +190,6 @@ def jax_settings() -> dict[str, str]:
     flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     settings = {**jax.config.values, **{f"XLA_FLAGS {name}": value for name, _, value in flags}}
     return {name: str(value) for name, value in settings.items() if not OWN_SETTINGS.search(name)}
-
-
-def _comparable(flag: Any) -> Any:
-    """Return a flag's value as JSON. Local paths become absolute, because processes may run in different folders."""
-    if isinstance(flag, os.PathLike):
-        return os.path.abspath(flag) if isinstance(flag, Path) else str(flag)
-    return flag
 
 
 def fit_to_devices(config: Config) -> Config:

@@ -9,12 +9,10 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 FINISH_SECONDS = 10  # Time to send the last rows. The training waits for it.
-RETRY_SECONDS = 60
 
 type Options = dict[str, Any]
 # The first step that the tracker does not have yet, a function that takes step and numbers of a row, and a function
@@ -30,7 +28,7 @@ def main() -> int:
     os.dup2(2, 1)  # The packages print to standard output.
     try:
         options = json.loads(sys.stdin.readline())
-        started = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}[options["package"]](options, os.getppid())
+        started = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}[options["package"]](options)
         if started is not None:
             send(*started)
     except Exception as error:
@@ -49,32 +47,22 @@ def send(next_step: int, log: Callable[[int, dict[str, float]], object], finish:
     finish(row is None)  # Without the end of the attempt, the run counts as failed.
 
 
-def _wandb(options: Options, parent: int) -> Started | None:
-    """Start a run. During an outage, try to begin until `parent` has ended."""
+def _wandb(options: Options) -> Started | None:
     import wandb
 
     if options["check"]:  # Neither ask for a key nor connect to the service.
         wandb.Settings(project=options["project"])
         wandb.login(verify=False)
         return None
-    while True:
-        try:
-            run = wandb.init(
-                **{key: options[key] for key in ("project", "id", "name", "group", "config", "dir")},
-                resume="allow",
-                settings={"console": "off", "x_stats_pid": options["pid"]},
-            )
-            break
-        except wandb.errors.CommError as error:
-            if os.getppid() != parent:
-                raise
-            why = " ".join(str(error).split())
-            print(f"wandb: {why}; trying again in {RETRY_SECONDS} s", file=sys.stderr, flush=True)
-            time.sleep(RETRY_SECONDS)
+    run = wandb.init(
+        **{key: options[key] for key in ("project", "id", "name", "group", "config", "dir")},
+        resume="allow",
+        settings={"console": "off", "x_stats_pid": options["pid"]},
+    )
     return run.step, lambda step, row: run.log(row, step=step), lambda is_end: run.finish(exit_code=int(not is_end))
 
 
-def _trackio(options: Options, _: int) -> Started | None:
+def _trackio(options: Options) -> Started | None:
     import trackio
 
     if options["check"]:
@@ -91,7 +79,7 @@ def _trackio(options: Options, _: int) -> Started | None:
     return run._next_step, lambda step, row: run.log(row, step=step), lambda _: trackio.finish()
 
 
-def _mlflow(options: Options, _: int) -> Started | None:
+def _mlflow(options: Options) -> Started | None:
     import mlflow
 
     if options["check"]:

@@ -21,27 +21,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.record_writer import RecordWriter
+
 from difftx.errors import RunError, UserError, printable, require_extra
 from difftx.files import Owner, read_file
 from difftx.registry import Registry
 from difftx.training.tracker_process import FINISH_SECONDS
 
-# tensorboardX imports these clients if they are installed, which takes two seconds. difftx uploads the files itself.
-_modules: dict[str, Any] = sys.modules
-_CLIENTS = {"boto3", "google.cloud.storage"} - _modules.keys()
-_modules.update(dict.fromkeys(_CLIENTS))  # Importing a module raises ImportError if its entry is None.
-try:
-    from tensorboardX.proto import event_pb2, summary_pb2
-    from tensorboardX.record_writer import RecordWriter
-finally:
-    for _name in _CLIENTS:
-        del _modules[_name]
-
 PACKAGES = ("wandb", "trackio", "mlflow")  # Trackers whose packages run in a process of their own.
 PROCESS = [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py"))]
 DEFAULT_PROJECT = "difftx"
 FILE_BYTES = 2**20  # Size from which TensorBoard continues in a new event file.
-MAX_WAITING = 100_000  # Largest number of rows in memory that a tracker's process has not read.
 
 type Row = tuple[int, Mapping[str, float]]  # The step, and the numbers of a row by "split/name".
 
@@ -169,8 +160,6 @@ class PackageTracker:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._require_success(self._process.poll() or 0)
-        if self._rows.qsize() > MAX_WAITING:
-            raise RunError(f"{MAX_WAITING:,} rows wait for its process")
         self._rows.put((step, scalars))
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ fault it runs the same command again, and checks that
 import collections
 import contextlib
 import dataclasses
-import errno
 import os
 import re
 import resource
@@ -26,17 +25,14 @@ from random import Random
 from typing import Any
 
 from helpers.processes import Processes, newest_step
-from helpers.unreadable import failing_reads, setpriv_prefix
+from helpers.unreadable import setpriv_prefix
 
 from chaos import disk, records
 from chaos.plan import (
     CONFIGS,
-    INDEX,
     KEEP,
     STARTS,
     UNREADABLE,
-    UNREADABLE_BY_ERROR,
-    UNREADABLE_BY_MODE,
     Episode,
     Layout,
     Plan,
@@ -96,24 +92,19 @@ class Tally:
 
 def impossible_faults() -> dict[str, str]:
     """Return the faults that cannot be made on this machine, and why."""
-    reasons = {}
-    if setpriv_prefix() is None:
-        reasons |= dict.fromkeys(UNREADABLE_BY_MODE, "root here, and setpriv cannot drop capabilities")
-    if shutil.which("cc") is None:
-        reasons |= dict.fromkeys(UNREADABLE_BY_ERROR, "no C compiler (cc)")
-    return reasons
+    why = "root here, and setpriv cannot drop capabilities"
+    return dict.fromkeys(UNREADABLE, why) if setpriv_prefix() is None else {}
 
 
-def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
-    """Return the arguments of `Processes` for one layout, with bad batches and a mistake in difftx, if any.
+def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = ()) -> dict:
+    """Return the arguments of `Processes` for one layout, with bad batches, if any.
 
     The packing index of the run lies in `folder`.
     """
-    altered = [ALTERED, f"--nan={','.join(map(str, nan))}", *([f"--mistake={mistake}"] if mistake else [])]
     return {
         "count": layout.processes,
         "devices": layout.devices,
-        "script": [*altered, "train.py"] if nan or mistake else ["train.py"],
+        "script": [ALTERED, ",".join(map(str, nan)), "train.py"] if nan else ["train.py"],
         "train__steps": layout.steps,
         "checkpoint__every_steps": layout.every_steps,
         "checkpoint__keep": KEEP,
@@ -143,20 +134,18 @@ def train_undisturbed(layout: Layout, nan: tuple[int, ...], text_file: Path, fol
 class Run:
     """A run that carries out a plan."""
 
-    def __init__(self, plan: Plan, text_file: Path, folder: Path, uninterrupted: Path, mistake: str | None = None):
+    def __init__(self, plan: Plan, text_file: Path, folder: Path, uninterrupted: Path):
         self.plan, self.tally = plan, Tally()
         self._text_file, self._folder, self._uninterrupted = text_file, folder, uninterrupted
         self._workdir, self._random = folder / "run", Random(plan.seed)
         self._checkpoints = self._workdir / "checkpoints"
-        self._process_options = process_options(folder, plan.layout, plan.nan, mistake)
+        self._process_options = process_options(folder, plan.layout, plan.nan)
         self._processes: Processes | None = None
         self._frozen: list[subprocess.Popen] = []
         self._starts = 0
         self._known: dict[int, disk.Digests] = {}  # Checkpoints that verified at the last check.
         self._rewinds = 0  # Number of rewinds in metrics.jsonl at the last check.
-        self._corrupt_steps: frozenset[int] = frozenset()  # Steps with corrupt rows in metrics.jsonl.
         self._small_disk: SmallDisk | None = None
-        self._reads = failing_reads(folder)
 
     def carry_out(self) -> None:
         """Carry out the plan. Raise `AssertionError` if a check fails."""
@@ -191,8 +180,6 @@ class Run:
         steps = disk.steps_in(self._checkpoints)
         verified = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
         quarantined = disk.quarantined(self._checkpoints)
-        if not verified:  # Then the run takes back a quarantined checkpoint that verifies.
-            verified = [step for path, step in quarantined.items() if disk.verifies(path.parent, step, path.name)]
         has_saved = disk.json_of(self._workdir / "manifest.json").get("has_saved", False)
         return max(verified, default=None if steps or quarantined or has_saved else 0)
 
@@ -393,15 +380,13 @@ class Run:
     # ── Files ──
 
     def _corrupt(self, what: str) -> None:
-        began, name = time.monotonic(), what.removeprefix("flipped bit in ")
+        began = time.monotonic()
         if what in UNREADABLE:
             outcome = self._hide(what)
         elif what == CONFIGS:
             outcome = self._start_with_different_configs()
-        elif what == INDEX:
-            outcome = self._truncate_index()
         else:
-            outcome = self._corrupt_record(name) if name != what else self._corrupt_checkpoints(what)
+            outcome = self._corrupt_checkpoints(what)
         if outcome is not None:
             self.tally.add(what, outcome, time.monotonic() - began)
 
@@ -450,58 +435,21 @@ class Run:
             return None
         path = disk.read_when_verifying(self._checkpoints / str(verified[-1]), self._random)
         aside = disk.quarantined(self._checkpoints)
-        if what in UNREADABLE_BY_MODE:
-            manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in verified]
-            with disk.without_permissions([path] if what == "unreadable file" else manifests):
-                self._start(before=setpriv_prefix())
-                self._codes()
-            why, passes = r"cannot be read: Permission denied", False
-        else:
-            number = errno.EIO if what.startswith("EIO") else errno.ESTALE
-            passes = self._random.random() < 0.5
-            times = self._random.randrange(1, 4) if passes else 10**6
-            # If the step was moved, the paths of the link and of its target both contain this part.
-            self._reads.fail(number, f"/{path.relative_to(self._checkpoints)}", times)
-            self._start(environment=self._reads.environment)
-            if passes:
-                self._wait(lambda: "attempt " in self._log())
-            else:
-                self._codes()
-            left = self._reads.stop()
-            assert left == 0 if passes else left < times, f"{what} of {path}: {left} of {times} reads were not made"
-            why = f"cannot be read: {os.strerror(number)}"
+        manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in verified]
+        with disk.without_permissions([path] if what == "unreadable file" else manifests):
+            self._start(before=setpriv_prefix())
+            self._codes()
         print(f"{self.plan.name}: {what}: {path.relative_to(self._workdir)}", flush=True)
-        if passes:
-            self._check_start()
-            assert self._checked, self._log()
-            outcome = "tried again, resumed"
-        else:
-            self._refused(why, FAILED)
-            self._start()
-            outcome = "exit 1, readable again, resumed"
+        self._refused("cannot be read: Permission denied", FAILED)
+        self._start()
         assert disk.quarantined(self._checkpoints) == aside, f"{what}: put aside: {self._logs()}"
-        return outcome
+        return "exit 1, readable again, resumed"
 
     def _start_with_different_configs(self) -> str:
         """Start process 1 with another learning rate. All processes must refuse to start and name the field."""
         self._start(own_flags={1: ["--config.optimizer.learning_rate=0.5"]})
         self._refused("optimizer.learning_rate")
         return "exit 2, same configs, resumed"
-
-    def _truncate_index(self) -> str | None:
-        """Truncate the cached packing index, as a full disk or a copy may. The rows must stay the same."""
-        indices = [path for path in (self._folder / "cache").rglob("*") if path.is_file()]
-        if not indices:
-            return None
-        path = self._random.choice(sorted(indices))
-        size = self._random.randrange(path.stat().st_size)
-        os.truncate(path, size)
-        print(f"{self.plan.name}: {INDEX}: {path.name} to {size} bytes", flush=True)
-        self._start()
-        if not self._wait(lambda: "attempt " in self._log()):
-            assert self._codes() == [DONE] * len(self._processes.running), f"after {INDEX}: {self._logs()}"
-        self._check_start()
-        return "resumed"
 
     def _refused(self, why: str, code: int = BAD_INPUT) -> None:
         """Assert that the start ends with the exit code and a one-line error that contains `why`."""
@@ -515,25 +463,8 @@ class Run:
         self._processes = None
         self._check_checkpoints()
 
-    def _corrupt_record(self, name: str) -> str | None:
-        path = self._workdir / name
-        if not path.exists() or not path.stat().st_size:
-            return None
-        before = path.read_text()
-        done = disk.flip_bit(path, self._random)
-        print(f"{self.plan.name}: {name}: {done}", flush=True)
-        after = path.read_text(errors="replace")
-        self._start()
-        if name == "metrics.jsonl":
-            changed = set(before.splitlines()) ^ set(after.splitlines())
-            self._corrupt_steps |= {int(step) for line in changed for step in re.findall(r'"step": (\d+),', line)}
-        if not self._wait(lambda: "attempt " in self._log()):
-            assert self._codes() == [DONE] * len(self._processes.running), f"after {name}, {done}: {self._logs()}"
-        self._check_start()
-        return "resumed"
-
     def _check_metrics(self, *, until: int) -> None:
-        records.check_metrics(self._workdir, self._uninterrupted, until=until, corrupt=self._corrupt_steps)
+        records.check_metrics(self._workdir, self._uninterrupted, until=until)
 
     def _check_checkpoints(self) -> None:
         """Check that no checkpoint that verified is lost, and record those that verify now."""

@@ -26,23 +26,22 @@ def rows_of(metrics: Path, split: str) -> list[dict[str, Any]]:
     return rows
 
 
-def check_metrics(run: Path, uninterrupted: Path, *, until: int, corrupt: frozenset[int] = frozenset()) -> None:
+def check_metrics(run: Path, uninterrupted: Path, *, until: int) -> None:
     """Assert that metrics.jsonl has each step from 1 to `until` once and in order, with the numbers of `uninterrupted`.
 
     Args:
         run: a workdir.
         uninterrupted: the workdir of the uninterrupted run.
         until: the last step whose row is required. Later rows are compared if they exist.
-        corrupt: steps whose rows were corrupted on purpose.
     """
     ours, theirs = ({}, {})
     for workdir, found in ((run, ours), (uninterrupted, theirs)):
         rows = rows_of(workdir / "metrics.jsonl", "train")
-        steps = [row["step"] for row in rows if row["step"] not in corrupt]
+        steps = [row["step"] for row in rows]
         assert steps == sorted(set(steps)), f"{workdir}: steps twice or out of order: {steps}"
-        found.update({row["step"]: [row.get(name) for name in TRAIN] for row in rows if row["step"] not in corrupt})
+        found.update({row["step"]: [row.get(name) for name in TRAIN] for row in rows})
     newest = max(ours, default=0)
-    missing = sorted(set(range(1, max(until, newest) + 1)) - set(ours) - corrupt)
+    missing = sorted(set(range(1, max(until, newest) + 1)) - set(ours))
     assert not missing, f"{run}: no rows of steps {missing}"
     for step, values in ours.items():
         assert values == theirs[step], f"{run}: step {step} has {values}, uninterrupted it has {theirs[step]}"
@@ -50,7 +49,6 @@ def check_metrics(run: Path, uninterrupted: Path, *, until: int, corrupt: frozen
         {
             (row["step"], row["suite"]): {k: v for k, v in row.items() if "second" not in k and k != "attempt"}
             for row in rows_of(workdir / "metrics.jsonl", "valid")
-            if row["step"] not in corrupt
         }
         for workdir in (run, uninterrupted)
     ]

@@ -44,7 +44,7 @@ SCHEMA = {
     "collectives": {str: float},
     "kernels": [{"function": str, "name": str, "correct": bool, "milliseconds": float, "ratio_to_floor": float}],
     "data": {str: {str: float}},
-    "storage": {"folder": str, "write": float, "read": float, "atomic_renames": bool, "free_bytes": int},
+    "storage": {"folder": str, "write": float, "read": float, "free_bytes": int},
     "folders": {str: str},
     "problems": [str],
     "advice": [str],

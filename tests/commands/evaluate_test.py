@@ -14,7 +14,6 @@ from conftest import ROOT, TINY, replace
 from helpers.report_runs import save_run, write_result
 from helpers.training_checkpoints import flip_a_bit, largest_file
 
-from difftx.commands import evaluate as commands
 from difftx.commands.evaluate import chosen_steps, run_suites, show_result
 from difftx.commands.flags import Parser
 from difftx.config.recipes import load_config
@@ -22,7 +21,7 @@ from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import SUITES, loss
 from difftx.evals import run as evals
 from difftx.evals.result import Number, Result
-from difftx.training.checkpoint import checkpointer as checkpoint_module
+from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
@@ -50,7 +49,7 @@ def run(saved, tmp_path):
 
 def evaluate(run, *suites, step=None, again=False, flags=()):
     overrides = Parser("difftx eval", None, "eval", "mesh", "model.attention_implementation").overrides(flags)
-    run_suites(run.workdir, suites, overrides, steps=step, again=again, trusted=False, show=show_result)
+    run_suites(Checkpoints(run.workdir), suites, overrides, steps=step, again=again, trusted=False, show=show_result)
 
 
 def results(run, suite):
@@ -147,27 +146,6 @@ def test_steps_of_other_data_at_the_same_path_are_refused(run, tmp_path, capsys)
         evaluate(mixed, "loss", step="all")
     assert "checkpoints/12: the data changed since the training" in capsys.readouterr().out
     assert list(results(mixed, "loss")) == [9]
-
-
-def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, capsys):
-    """Delete one checkpoint during verification and another while its arrays are read, as retention or a rewind may."""
-    folder = run.workdir / "checkpoints"
-
-    def deleting(step, original):
-        def read(*args, **options):
-            if (folder / str(step)).exists():
-                shutil.rmtree(folder / str(step))
-            return original(*args, **options)
-
-        return read
-
-    monkeypatch.setattr(checkpoint_module, "why_invalid", deleting(12, checkpoint_module.why_invalid))
-    monkeypatch.setattr(commands, "restore_params", deleting(9, commands.restore_params))
-    evaluate(run, "loss")
-    assert list(results(run, "loss")) == [6]
-    printed = capsys.readouterr().out
-    assert f"checkpoint {folder / '12'} was deleted while it was read; looking for the newest again" in printed
-    assert f"checkpoint {folder / '9'} was deleted while it was read; reading the newest again" in printed
 
 
 class Killed(BaseException):

@@ -5,29 +5,10 @@ import shutil
 
 import pytest
 from conftest import TINY
-from helpers.command_server import commands, run_new
+from helpers.command_server import commands
 
 pytestmark = pytest.mark.long
 CHANGED = ("--config.model.rope_theta=100.0", "--config.model.norm_eps=0.01", "--allow_config_change")
-# Replaces eval.py: deletes or replaces the checkpoint after the suite has computed its numbers, before it writes them.
-DISTURBED = """
-import dataclasses, os, pathlib, runpy, shutil, sys
-from difftx.evals import loss
-
-checkpoint, other = map(pathlib.Path, sys.argv[1:3])
-original = loss.evaluate
-
-def evaluate(evaluation):
-    result = original(evaluation)
-    shutil.rmtree(checkpoint)
-    if other.name != "none":
-        shutil.copytree(other, checkpoint)
-    return result
-
-loss.SUITE = dataclasses.replace(loss.SUITE, evaluate=evaluate)
-sys.argv = ["eval.py", *sys.argv[3:]]
-runpy.run_path("eval.py", run_name="__main__")
-"""
 
 
 def run(*arguments, code=0):
@@ -183,21 +164,3 @@ def test_average_has_its_own_results(trained, tmp_path):
         [*prompt[:2], f"--workdir={without}", prompt[3]],
     ):
         assert message in run(*reader, ema, code=2)
-
-
-@pytest.mark.parametrize(("other", "what"), [("20", "was replaced"), ("none", "was deleted")])
-def test_change_of_a_checkpoint_during_its_evaluation_is_an_error(trained, workdir, tmp_path, other, what):
-    """Delete the checkpoint, or replace it with that step's checkpoint from a second training."""
-    if other == "20":
-        train(trained[0], tmp_path / "second", 20, "--config.train.seed=1")
-    path, checkpoint = workdir / "evals" / "loss" / "20.json", workdir / "checkpoints" / "20"
-    before = path.read_bytes()
-    flags = [f"--workdir={workdir}", "--suite=loss", "--step=20", "--again"]
-    ended = run_new("-c", DISTURBED, checkpoint, f"{tmp_path}/second/checkpoints/{other}", *flags)
-    assert ended.returncode == 1, ended.stdout
-    error = ended.stderr
-    assert error == (
-        f"error: {checkpoint} {what} while this command used it, and no result was written; "
-        "run the same command again\n"
-    )
-    assert path.read_bytes() == before

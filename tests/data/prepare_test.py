@@ -20,7 +20,7 @@ import pytest
 from helpers.command_server import commands
 from helpers.data_prepare import COMMAND, ENVIRONMENT, PREPARE, prepare, prepared, refused, texts_of, tree
 
-from difftx import folders
+from difftx import files
 from difftx.data.prepare import job
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import END_OF_TEXT
@@ -266,7 +266,7 @@ def test_no_file_of_the_work_folder_is_open_when_the_folder_is_deleted(tmp_path,
         delete(folder, *args, **kwargs)
 
     (tmp_path / "a.txt").write_text("a" * 500)
-    monkeypatch.setattr(folders.shutil, "rmtree", delete_as_on_nfs)
+    monkeypatch.setattr(files.shutil, "rmtree", delete_as_on_nfs)
     prepared(tmp_path / "store", f"--input={tmp_path}/a.txt")
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["meta.json", "train", "valid"]
 

@@ -115,9 +115,9 @@ class Processes:
 def _start(
     command: Sequence[str], log: Path, environment: Mapping[str, str], before: tuple[str, ...]
 ) -> subprocess.Popen | Command:
-    """Start a command that writes to the file `log`. `-c` and preloaded libraries require a new interpreter."""
+    """Start a command that writes to the file `log`. `-c` requires a new interpreter."""
     log.write_text("")
-    if command[0] != "-c" and "LD_PRELOAD" not in environment:
+    if command[0] != "-c":
         return commands(before).start(command, stdout=log, stderr=log, environment=environment)
     with log.open("w") as file:
         return subprocess.Popen(

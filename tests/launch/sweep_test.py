@@ -312,27 +312,6 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
             runner.Sweep(*arguments)
 
 
-def test_changes_of_eval_that_finished_runs_do_not_get_are_printed_once(config_file, tmp_path, capsys):
-    def points(**fields):
-        return make_points(f"{config_file}:diff-s", {"seed": ["0", "1"]}, fields)
-
-    for point in points():
-        finish(point, tmp_path / point.name)
-    capsys.readouterr()
-
-    def printed(**fields):
-        runner.Sweep(points(**fields), tmp_path, {})
-        return capsys.readouterr().out
-
-    assert printed() == ""
-    assert printed(**{"logging.trackers": "tensorboard", "eval.every_steps": "7", "mesh.fsdp": "1"}) == ""
-    begin, end = "changed since runs were finished: eval.", "; finished runs keep their results. For others, run "
-    advice = "difftx eval on them with --suite=…"
-    assert printed(**{"eval.suites": "loss"}) == f"{begin}suites: () → ('loss',){end}{advice}\n"
-    line = f"{begin}loss_tokens: 65536 → 64{end}{advice} and --eval.loss_tokens=…\n"
-    assert printed(**{"eval.loss_tokens": "64", "logging.trackers": "tensorboard"}) == line
-
-
 def test_points_of_the_scaling_sweep():
     grid = parse_grid(["size=830m,1.4b", "architecture=diff,transformer", "seed=0,1"])
     points = make_points("configs/scaling.py", grid, {"train.steps": "500"})
@@ -361,12 +340,6 @@ def test_a_grid_may_name_the_fields_of_an_architecture():
     assert [point.config.model.own.k for point in points] == [4, 8]
 
 
-def test_two_arms_of_a_recipe_may_be_equal():
-    """The best gain of diff-gain on novels is 1, as that of diff-plain. `make reproduce` trains both."""
-    first, second = make_points("configs/controls.py", parse_grid(["task=novels", "arm=diff-gain,diff-plain"]), {})
-    assert first.config == second.config
-
-
 @pytest.mark.parametrize(
     ("config", "grid", "message"),
     [
@@ -386,12 +359,6 @@ def test_two_arms_of_a_recipe_may_be_equal():
         ("scaling.py", ["train.steps=10"], "train.steps is set twice"),
         ("scaling.py", ["seed=x"], "run seedx: train.seed='x': expected an integer"),
         ("scaling.py", ["train.seed=0", "data.seed=0,1", "data.path=a b,a_b"], "would be named"),
-        (
-            "scaling.py:diff-830m",
-            ["seed=0,00"],
-            "'diff-830m-seed0' and 'diff-830m-seed00' have equal configs;",
-        ),
-        ("scaling.py:diff-830m", ["optimizer.learning_rate=1e-3,0.001"], "1e-3' and .*0.001' have equal configs"),
         ("scalling.py", ["seed=0"], "Did you mean 'configs/scaling.py'"),
     ],
 )

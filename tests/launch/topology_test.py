@@ -120,11 +120,6 @@ def test_peak_flops_of_other_modules_with_the_same_chip(kind, relative, share):
     assert PEAK_FLOPS[kind] == pytest.approx(share * PEAK_FLOPS[relative], rel=2e-3)
 
 
-def test_a_gpu_of_unknown_peak_does_not_get_that_of_another_with_a_similar_name():
-    assert "NVIDIA L4" in PEAK_FLOPS
-    assert "NVIDIA L40S" not in PEAK_FLOPS
-
-
 @pytest.mark.parametrize("kind", GPUS)
 def test_peak_flops_match_the_cores(kind):
     """The data sheet's dense bfloat16 peak = cores × tensor FLOPs per core and cycle × at most the largest clock.
@@ -137,15 +132,6 @@ def test_peak_flops_match_the_cores(kind):
     assert 0.85 * largest < PEAK_FLOPS[GPUS[kind].name] <= 1.001 * largest
 
 
-@pytest.mark.parametrize(
-    ("kind", "lines"),
-    [
-        ("a100", ["core_count: 108", "fpus_per_core: 64", "optin: 166912", "major: 8 minor: 0", "SXM4-80GB"]),
-        ("l4", ["core_count: 58", "optin: 101376", "threads_per_core_limit: 1536", "major: 8 minor: 9"]),
-        ("h200", ["core_count: 132", "optin: 232448", "memory_bandwidth: 4800000000000", "major: 9 minor: 0"]),
-        ("b200", ["core_count: 148", "device_memory_size: 180000000000", "major: 10 minor: 0"]),
-    ],
-)
-def test_the_target_of_a_gpu(kind, lines):
-    for line in lines:
-        assert line in gpu_target(kind)
+def test_the_target_of_a_gpu_has_the_properties_of_its_data_sheet():
+    for line in ("core_count: 132", "optin: 232448", "memory_bandwidth: 4800000000000", "major: 9 minor: 0"):
+        assert line in gpu_target("h200")

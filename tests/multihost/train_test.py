@@ -5,24 +5,16 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
-import jax
 import numpy as np
 import pytest
-from conftest import ROOT, child_environment
 from helpers.interop_folders import export, tensors_of
-from helpers.processes import JOB, TRAIN_SLOWLY, free_port, newest_step
+from helpers.processes import JOB, TRAIN_SLOWLY, newest_step
 from helpers.training_checkpoints import largest_file
 
-from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint.manifest import quarantined_in, read_manifest, steps_in, why_invalid
-from difftx.training.checkpoint.restoring import restore_state
 from difftx.training.metrics import read_metrics
-from difftx.training.run import read_config
-from difftx.training.state import init_state
 
 pytestmark = pytest.mark.long
 
@@ -100,58 +92,6 @@ def test_two_processes_export_the_same_tensors_as_one_process(started, tmp_path)
     now, expected = tensors_of(workdir / "exports" / "4"), tensors_of(export(workdir, tmp_path / "by_command"))
     assert now.keys() == expected.keys()
     assert all(np.array_equal(now[name], expected[name]) for name in now)
-
-
-COPY = """
-import argparse, pathlib, sys, jax
-from difftx.parallel import multihost
-from difftx.parallel.mesh import make_mesh
-from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
-from difftx.training.checkpoint.restoring import restore_state
-from difftx.training.run import read_config
-from difftx.training.state import init_state
-parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags, (source, target) = parser.parse_known_args()
-config = read_config(pathlib.Path(source))
-multihost.start(flags, config.multihost)
-mesh = make_mesh(config.mesh)
-assert (mesh.size, jax.process_count()) == (8, 2)
-checkpoints = Checkpoints(pathlib.Path(source))
-with jax.set_mesh(mesh):
-    manifest = checkpoints.read(checkpoints.newest())
-    state = restore_state(manifest, jax.eval_shape(lambda: init_state(config)), mesh)
-copy = Checkpointer(pathlib.Path(target), config.checkpoint)
-copy.save(state, manifest.loader, config)
-copy.close()
-"""
-
-
-def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
-    """Compare the checkpoint of one process with a copy that two processes of four devices each restore and save."""
-    one = started("one", count=1, train__steps=3)
-    assert one.wait(0)[0] == 0, one.logs[0].read_text()
-    together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
-    folders = [str(tmp_path / name) for name in ("one", "copy")]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", COPY, *together, f"--process={i}", *folders],
-            cwd=ROOT,
-            env=child_environment(4),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], errors
-    config = read_config(tmp_path / "one")
-    mesh = jax.make_mesh((1, 1, 1, 1), AXES, (jax.sharding.AxisType.Explicit,) * 4, devices=jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        abstract = jax.eval_shape(lambda: init_state(config))
-        states = [
-            restore_state(read_manifest(tmp_path / name / "checkpoints" / "3"), abstract, mesh)
-            for name in ("one", "copy")
-        ]
-    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_two_processes_quarantine_a_corrupt_checkpoint_and_resume_from_the_one_before(started):

@@ -19,7 +19,7 @@ from helpers.training_checkpoints import LOADER, check, edit_manifest, flip_a_bi
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import UNLOCKED, Owner, describe_below, list_folder, read_file, remove_file, stored
 from difftx.storage.paths import is_bucket
-from difftx.training.checkpoint import arrays, manifest, protocol
+from difftx.training.checkpoint import arrays, protocol
 from difftx.training.checkpoint.checkpointer import Checkpointer, Checkpoints
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
@@ -61,10 +61,6 @@ def edit(change, sign=True):
     return lambda folder: edit_manifest(folder, change, sign)
 
 
-def with_file(name):
-    return edit(lambda m: m["files"].update({name: {"bytes": 0, "xxh3": "0" * 32}}))
-
-
 # Fault in a step's folder → part of the reason.
 FAULTS = {
     "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is corrupt: its "),
@@ -72,15 +68,9 @@ FAULTS = {
     "missing file": (lambda f: remove_file(largest_file(f)), " is missing"),
     "manifest truncated": (lambda f: put(f / MANIFEST, read_file(f / MANIFEST)[:200]), "is not JSON"),
     "manifest of garbage": (lambda f: put(f / MANIFEST, b"\xff\xfe\x00"), "not JSON"),
-    "manifest of brackets": (lambda f: put(f / MANIFEST, b"[" * 200_000), "not JSON"),
-    "manifest is a list": (lambda f: put(f / MANIFEST, b"[1]"), "manifest.json is corrupt"),
     "manifest changed": (edit(lambda m: m.update(step=3), sign=False), "manifest.json is corrupt"),
     "manifest of another step": (edit(lambda m: m.update(step=3)), "is that of step 3"),
     "manifest without files": (edit(lambda m: m.pop("files")), "the text: no 'files'"),
-    "manifest with odd arrays": (edit(lambda m: m.update(arrays={"w": 3})), "arrays.w: not an object"),
-    "contents elsewhere": (edit(lambda m: m.update(contents="../20/x")), "contents: not the name of a folder"),
-    "path upwards": (with_file("../x"), "../x is missing"),
-    "absolute path": (with_file("/etc/hostname"), "/etc/hostname is missing"),
     "another run's": (edit(lambda m: m.update(run_id="b" * 32)), "another run saved it: its run_id is bbbb"),
 }
 
@@ -119,38 +109,17 @@ def test_a_corrupt_checkpoint_is_set_aside_and_the_one_before_is_used(trainer, s
     assert len(list_folder(folder)) == 2
 
 
-def test_files_without_a_manifest_are_no_checkpoint_and_stay(trainer, save, mesh_of, capsys):
+def test_files_without_a_manifest_are_no_checkpoint_and_stay(trainer, save):
     writer = trainer()
     save(writer, 10, 20)
     for step, before in ((20, 10), (10, None)):
         remove_file(writer.folder / str(step) / MANIFEST)
         kept = describe_below(writer.folder)
         assert trainer().newest() == before
-        assert f"{step}: no checkpoint, because it has no manifest.json; delete the folder" in capsys.readouterr().out
         assert describe_below(writer.folder) == kept
 
 
-def test_a_quarantined_checkpoint_is_taken_back_if_no_other_verifies(trainer, save, mesh_of, capsys):
-    writer = trainer()
-    save(writer, 10, 20)
-    protocol.quarantine(UNLOCKED, writer.folder / "20")
-    check(trainer(), 10, mesh_of())  # It verifies, so the other stays quarantined.
-    remove_file(largest_file(writer.folder / "10"))
-    with pytest.raises(UserError, match="none verifies"):
-        Checkpoints(writer.folder.parent).newest()  # A reader changes nothing.
-    check(trainer(), 20, mesh_of())
-    assert "verifies, and no other does" in capsys.readouterr().out
-    (marker,) = quarantined_in(writer.folder)
-    assert marker.parent.name == "10"
-    protocol.remove(UNLOCKED, marker)
-    assert set(list_folder(writer.folder)) - {"10"} == {"20"}
-    remove_file(largest_file(writer.folder / "20"))
-    for _ in range(2):
-        with pytest.raises(UserError, match="there are checkpoints, but none verifies"):
-            trainer().newest()
-
-
-def test_checkpoints_of_another_run_are_put_aside_and_not_taken_back(trainer, save, capsys):
+def test_checkpoints_of_another_run_are_put_aside(trainer, save, capsys):
     owner, other = (trainer(run_id=digit * 32) for digit in "ab")
     save(owner, 10)
     save(other, 20)
@@ -160,7 +129,6 @@ def test_checkpoints_of_another_run_are_put_aside_and_not_taken_back(trainer, sa
     with pytest.raises(UserError, match="there are checkpoints, but none verifies"):
         trainer(run_id="a" * 32).newest()
     assert [(marker.parent.name, steps_in(owner.folder)) for marker in quarantined_in(owner.folder)] == [("20", [])]
-    assert trainer(run_id="b" * 32).newest() == 20
 
 
 def test_arrays_are_restored_on_other_meshes(trainer, config, mesh_of, monkeypatch):
@@ -224,7 +192,10 @@ def test_a_full_disk_ends_a_save_in_one_line(tmp_path):
     command = [sys.executable, "-B", "-c", WRITE_TO_A_FULL_DISK, tmp_path]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert (ended.stdout, ended.stderr) == (f"{tmp_path} cannot be written: File too large\n", "")
+    assert (ended.stdout, ended.stderr) == (
+        f"{tmp_path} cannot be written: File too large; run the same command again\n",
+        "",
+    )
 
 
 # What a save, a quarantine or a removal asks of the storage, in the module that calls it.
@@ -384,24 +355,6 @@ def test_a_commit_of_unknown_outcome_keeps_the_files(trainer, save, mesh_of, mon
         save(writer, 20)
     assert "step 20 was not saved" in capsys.readouterr().out
     check(trainer(), 20, mesh_of())
-
-
-def test_a_quarantine_between_two_requests_of_a_start_keeps_the_files(trainer, save, mesh_of, monkeypatch):
-    """A user quarantines a checkpoint while a training looks for files that no manifest refers to."""
-    writer = trainer()
-    save(writer, 10)
-    listed, folders = list_folder, [writer.folder / "10"]
-
-    def list_and_quarantine(path):
-        names = listed(path)
-        if path in folders:
-            protocol.quarantine(UNLOCKED, folders.pop())
-        return names
-
-    monkeypatch.setattr(manifest, "list_folder", list_and_quarantine)
-    protocol.remove_leftovers(UNLOCKED, writer.folder)
-    assert not folders
-    check(trainer(), 10, mesh_of())
 
 
 def test_a_lost_lock_ends_the_saves(trainer, save):

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from helpers.buckets import in_ci_with
 
 from difftx.errors import UnreadableError, UserError
 from difftx.files import read_file
@@ -55,23 +54,6 @@ def test_every_request_survives_faults(bucket, fault, quick_retries):
     assert bucket.plan()["faults"][fault] >= (2 if fault in ("cut", "short") else 8)
 
 
-def test_only_faults_that_change_a_reply_count(bucket):
-    """Other tests require a number of faults, so the proxy counts only faults that take effect."""
-    folder = bucket.folder()
-    bucket.plan(kinds=["stale", "cut", "short"])
-    assert objects.list_folder(folder) == {}
-    assert objects.list_folder(folder) == {}
-    assert objects.read(folder / "a") is None
-    objects.write(folder / "a", b"")
-    assert objects.read(folder / "a").content == b""
-    assert sum(bucket.plan(kinds=["stale"])["faults"].values()) == 0
-    assert objects.list_folder(folder) == {}
-    assert bucket.plan(kinds=["short"], limit=1)["faults"]["stale"] >= 1
-    objects.write(folder / "a", b"ab")
-    assert objects.read(folder / "a").content == b"a"
-    assert bucket.plan()["faults"] == {"short": 1}
-
-
 def test_listings_have_pages(bucket):
     folder = bucket.folder()
     for i in range(7):
@@ -88,19 +70,6 @@ def test_listings_have_pages(bucket):
         objects.list_folder(folder / "file0")
     with pytest.raises(UserError, match="folder0 is a folder, not a file"):
         objects.read_verified(folder / "folder0")
-
-
-@in_ci_with("s3")  # The emulator of gs:// takes twice as long.
-def test_a_large_file_is_uploaded_in_parts(bucket, tmp_path):
-    content = random.Random(0).randbytes(101 * 2**20)  # s3fs sends a file of less than 100 MiB in one request.
-    (tmp_path / "file").write_bytes(content)
-    path = bucket.folder() / "large"
-    bucket.plan()
-    objects.upload(path, str(tmp_path / "file"))
-    # The packages send parts of 50 MiB, here three, after a request that starts the upload.
-    assert bucket.plan()["requests"]["write"] >= 4
-    assert read_file(path) == content
-    assert objects.describe(path).size == len(content)
 
 
 REQUESTS = {
@@ -134,14 +103,6 @@ def test_a_request_that_fails_is_explained_in_one_line(bucket, quick_retries, re
         REQUESTS[request_](bucket.folder() / "seed-403" / "checkpoints" / "401")
     assert "session-token" not in str(caught.value)
     assert fault != "400" or bucket.scheme == "gs" or "the credentials" in str(caught.value)
-
-
-def test_server_error_does_not_count_as_a_failed_condition(bucket, monkeypatch):
-    """Otherwise the probe of a store would succeed without a test of its conditions."""
-    monkeypatch.setattr(objects, "write", lambda *_: None)
-    bucket.plan(kinds=["400"], pattern="^(PUT|POST)")
-    with pytest.raises((UserError, UnreadableError)):
-        objects.require_conditions(bucket.folder())
 
 
 def test_an_absent_bucket_is_named(bucket):

@@ -1,4 +1,4 @@
-"""Paths of all stores, and the functions of difftx/files.py, json_files.py and folders.py on each of them."""
+"""Paths of all stores, and the functions of difftx/files.py and json_files.py on each of them."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import pytest
 from etils import epath
 from helpers.command_server import commands
 
-from difftx import files, folders, json_files
+from difftx import files, json_files
 from difftx.errors import UnreadableError, UserError
 from difftx.evals.math import read_problems
 from difftx.run_files import pulled
@@ -41,7 +41,7 @@ def test_errors_of_one_line(monkeypatch):
 
 IMPORTED = """
 import sys
-import difftx.folders
+import difftx.files
 print([name for name in ("tensorstore", "fsspec", "etils", "aiohttp") if name in sys.modules])
 """
 
@@ -97,7 +97,7 @@ def test_a_new_folder_is_used_once_its_last_file_is_there(bucket, monkeypatch):
     folder = bucket.folder() / "out"
 
     def make(text):
-        with folders.new_folder(folder, "last") as made:
+        with files.new_folder(folder, "last") as made:
             (made / "deep").mkdir()
             (made / "deep" / "x").write_text(text)
             (made / "last").write_text(text)
@@ -107,9 +107,9 @@ def test_a_new_folder_is_used_once_its_last_file_is_there(bucket, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             make("half")
     assert sorted(objects.describe_below(folder)) == ["deep/x"]
-    assert not folders.is_taken(folder, "last")
+    assert not files.is_taken(folder, "last")
     make("all")  # The same command replaces what the killed process has left.
-    assert folders.is_taken(folder, "last")
+    assert files.is_taken(folder, "last")
     assert {files.read_file(folder / name) for name in objects.describe_below(folder)} == {b"all"}
     with pytest.raises(FileExistsError):
         make("again")
@@ -119,7 +119,7 @@ def test_a_new_folder_is_used_once_its_last_file_is_there(bucket, monkeypatch):
 def test_a_new_folder_keeps_the_objects_of_others(bucket, name):
     folder = bucket.folder()
     objects.write(folder / name, b"{}")
-    with pytest.raises(FileExistsError, match=name), folders.new_folder(folder, "config.json") as made:
+    with pytest.raises(FileExistsError, match=name), files.new_folder(folder, "config.json") as made:
         (made / "config.json").write_text("new")
     assert sorted(objects.describe_below(folder)) == [name]
     if name == "config.json":
@@ -127,25 +127,6 @@ def test_a_new_folder_keeps_the_objects_of_others(bucket, name):
         found = commands().run(command)
         assert found.returncode == 2
         assert "exists already; name a new folder" in found.stderr
-
-
-def test_one_of_two_uploads_to_a_folder_completes(bucket, monkeypatch):
-    folder, upload = bucket.folder() / "out", folders.upload
-
-    def make(text):
-        with folders.new_folder(folder, "last") as made:
-            (made / "first").write_text(text)
-            (made / "last").write_text(text)
-
-    def upload_another(*args):
-        monkeypatch.setattr(folders, "upload", upload)
-        make("other")
-        upload(*args)
-
-    monkeypatch.setattr(folders, "upload", upload_another)
-    with pytest.raises(FileExistsError):
-        make("own")
-    assert files.read_file(folder / "last") == b"other"
 
 
 def test_shortened_contents_are_never_returned(bucket, monkeypatch):

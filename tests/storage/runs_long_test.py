@@ -144,23 +144,6 @@ def test_two_trainings_on_one_path(bucket, text, uninterrupted, tmp_path):
     assert run_of(workdir) == run_of(uninterrupted)
 
 
-@pytest.mark.exhaustive  # docs/storage.md states the outcome; the retries themselves are tested in objects_test.py.
-@pytest.mark.parametrize(("seconds", "every_steps", "code"), [(60, 2000, 0), (10, 50, 0), (60, 50, 1)])
-def test_an_outage_during_steps(bucket, text, tmp_path, seconds, every_steps, code):
-    """A run continues in an outage until the third save in a row has failed."""
-    workdir, log, steps = bucket.folder(), tmp_path / "log", max(400, every_steps)
-    changes = {"train__steps": steps, "checkpoint__every_steps": every_steps, "eval__every_steps": steps}
-    process = start(text, workdir, log, **changes)
-    assert wait_until(lambda: newest_row(workdir) >= 20, process, log), log.read_text()
-    bucket.plan(kinds=["503"])
-    end = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < end:
-        time.sleep(0.1)
-    bucket.plan()
-    assert process.wait(timeout=240) == code, log.read_text()
-    assert (newest_row(workdir) == steps) == (code == 0)
-
-
 def _owner(text, workdir, log, hold):
     words, environment = command(text, workdir, OWNER, train__steps=24), child_environment(1) | {"HOLD": str(hold)}
     return commands().start(words, stdout=log, stderr=log, environment=environment)

@@ -1,10 +1,7 @@
 """Commands of users on runs in buckets: train, resume after a kill, evaluate, report and export."""
 
-import subprocess
-import sys
-
 import pytest
-from conftest import ROOT, child_environment, write_text
+from conftest import child_environment, write_text
 from helpers.bucket_runs import run_of, start, train, wait_until
 from helpers.buckets import in_ci_with
 from helpers.command_server import commands
@@ -103,30 +100,3 @@ def test_every_command_accepts_a_run_in_a_bucket(trained, local_run, tmp_path):
     assert imported == run("generate", f"--workdir={local}", *flags)
     started = train(text, workdir / "second", checkpoint__init_from=workdir, train__steps=4)
     assert f"parameters from {workdir}/checkpoints/24" in started.stdout, started.stdout + started.stderr
-
-
-HIDDEN = """
-import importlib.util, sys
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name in ("gcsfs", "s3fs") else find_spec(name, *rest)
-sys.argv = ["difftx", *sys.argv[1:]]
-from difftx.__main__ import main
-from difftx.errors import run_command
-run_command(main)
-"""
-
-
-def test_a_missing_extra_is_named_in_one_line():
-    command = ["train", "--config=quickstart", "--workdir=gs://runs/x"]
-    found = subprocess.run([sys.executable, "-c", HIDDEN, *command], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 2
-    (line,) = found.stderr.splitlines()
-    assert line.startswith("error: gcsfs is not installed: ")
-    assert "[gcs]" in line
-
-
-def test_a_path_that_cannot_be_in_a_bucket(bucket):
-    found = commands().run(["difftx", "eval", "--list", "--extension=gs://runs/a.py"])
-    assert found.returncode == 2
-    assert found.stderr.count("\n") == 1
-    assert "this path must be on this machine" in found.stderr

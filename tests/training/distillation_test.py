@@ -53,11 +53,14 @@ def teacher_of(mesh):
     return tuple(jax.device_put(np.roll(each, 3, axis=0) * 0.7, each.sharding) for each in (x, table))
 
 
-@pytest.mark.parametrize("chunk_logits", [2**26, 5 * V])
 @pytest.mark.parametrize(
-    "sizes", [{}, {"fsdp": 2, "tensor": 2}, *(pytest.param(m, marks=pytest.mark.long) for m in MESHES[1:])]
+    ("chunk_logits", "sizes", "d"),
+    [
+        (2**26, {}, Distillation(0.3, 2.0, 2.5)),
+        (5 * V, {"fsdp": 2, "tensor": 2}, Distillation(1.0, 1.0, None)),
+        *(pytest.param(5 * V, sizes, Distillation(0.3, 2.0, 2.5), marks=pytest.mark.long) for sizes in MESHES[1:]),
+    ],
 )
-@pytest.mark.parametrize("d", [Distillation(0.3, 2.0, 2.5), Distillation(1.0, 1.0, None)])
 def test_loss_and_gradients_equal_those_of_whole_logits(mesh_of, monkeypatch, sizes, chunk_logits, d):
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_logits)
     mesh, rest = mesh_of(**sizes), (3.0, 0.1, d)
@@ -72,9 +75,8 @@ def test_loss_and_gradients_equal_those_of_whole_logits(mesh_of, monkeypatch, si
         np.testing.assert_allclose(gradient, wanted, atol=3e-5)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}])
-def test_a_teacher_equal_to_the_model_gives_zero_and_weight_0_the_usual_loss(mesh_of, sizes):
-    mesh = mesh_of(**sizes)
+def test_a_teacher_equal_to_the_model_gives_zero_and_weight_0_the_usual_loss(mesh_of):
+    mesh = mesh_of(fsdp=2, tensor=2)
     arrays = inputs(mesh)
     with jax.set_mesh(mesh):
         (total, sums), grads = found(*arrays, tuple(arrays[:2]), 3.0, 0.0, Distillation(1.0, 2.0, 3.0))

@@ -356,22 +356,6 @@ def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted,
 
 
 @pytest.mark.long
-def test_a_rewind_to_the_start_does_not_take_back_a_quarantined_checkpoint(open_run, brute_force, monkeypatch, capsys):
-    """The user has put the checkpoint of step 8 aside, and steps 5 to 7 are bad after the one of step 4."""
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "Interrupt", lambda: StopAfter(8))
-        assert train(open_run("run")) == EXIT_PREEMPTED
-    folder = open_run("run").workdir / "checkpoints"
-    quarantine(UNLOCKED, folder / "8")
-    run = open_run("run", nan={4, 5, 6})
-    assert train(run) == 0
-    assert f"rewinding to step 0; training continues with example {9 * ROWS}" in capsys.readouterr().out
-    assert losses(run) == brute_force(run, range(9, 9 + STEPS))[0]
-    assert [(entry["step"], entry["skipped_examples"]) for entry in events(run)] == [(0, [0, 9 * ROWS])]
-    assert [path.parent.name for path in quarantined_in(folder)] == ["8"]
-
-
-@pytest.mark.long
 def test_a_batch_without_a_counted_token_has_no_loss(open_run, capsys):
     run = open_run("run", empty={5, 10})
     assert train(run) == 0
@@ -485,10 +469,7 @@ INTERVALS = {
 }
 
 
-QUICK = ("lowered", "raised early", "lowered before the first checkpoint")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in INTERVALS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "lowered" else pytest.mark.long) for n in INTERVALS])
 def test_a_rewind_after_changes_of_the_interval(open_run, train_until, name):
     starts, interval, bad, keep, target, stopped = INTERVALS[name]
     options = {"nan": set(range(bad, bad + 3)), "train__steps": 24, "checkpoint__keep": keep}
@@ -508,8 +489,10 @@ def test_a_rewind_after_changes_of_the_interval(open_run, train_until, name):
     ("bad", "keep", "target"),
     [
         (7, 1, 6),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((8, 20, 6), (9, 20, 8), (6, 20, None))),
-        (8, 1, None),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((8, 20, 6), (9, 20, 8), (6, 20, None), (8, 1, None))
+        ),
     ],
 )
 def test_a_branch_rewinds_to_the_checkpoint_that_it_began_with(open_run, train_until, brute_force, bad, keep, target):

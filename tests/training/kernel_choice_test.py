@@ -244,27 +244,6 @@ def test_a_recorded_ranking_holds_for_its_conditions(changes, change, differs, s
     assert start(load_config("configs/quickstart.py:diff", AUTO | changes)) == (resumed, [])
 
 
-def test_all_processes_measure_if_one_of_them_has_another_device(start, monkeypatch, tmp_path):
-    """Process 1 rejects the kernel that is the fastest in this process, and has another driver later."""
-    theirs = {"devices": "GPU"}
-
-    def exchange(what, action, timeout):
-        own = action()
-        if what == "kernels":
-            return [own, {function: [{"xla": 4.0}, {"a": "it is wrong"}] for function in own}]
-        return [own, {function: conditions | theirs for function, conditions in own.items()}]
-
-    monkeypatch.setattr(kernel_choice.multihost, "exchange", exchange)
-    config = load_config("configs/quickstart.py:diff", AUTO)
-    assert start(config) == start(config) == ("xla", [])
-    assert api.rankings()["diff_attention"].rejected == {"a": "process 1: it is wrong"}
-    assert api.rankings()["diff_attention"].milliseconds == {"xla": 4.0}
-    theirs["devices"] = "GPU, new driver"
-    change = "changed since the run began: attention kernel xla → xla, for other devices (safe)"
-    assert start(config) == ("xla", [change])
-    assert start(config) == ("xla", [])  # Neither measurement is left, so this uses the record.
-
-
 def test_a_ranking_of_a_preset_holds_for_the_config_that_the_run_records(start):
     """`difftx eval` reads this config, in which the preset has set the mesh, remat and accumulation."""
     config = load_config("configs/quickstart.py:diff", AUTO | {"mesh.preset": "auto"})

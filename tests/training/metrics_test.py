@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -58,22 +57,12 @@ def test_evaluations_of_later_steps_are_removed(tmp_path):
     later = {"loss/4.json", "loss/5.ema.json", "position/5/nll.png", "needle/40.0a1b.items.jsonl"}
     # Results of earlier steps, and files that difftx does not write.
     others = {"loss/3.json", "notes/readme.md", "loss/2026-11-27-notes.txt", "loss/5.json.bak", "loss/6/notes.txt"}
-    elsewhere = tmp_path / "elsewhere"
-    for path in [*(evals / name for name in later | others), elsewhere / "7.json"]:
+    for path in [evals / name for name in later | others]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    for link in (evals / "linked", evals / "loss" / "8"):
-        link.symlink_to(elsewhere)
     remove_later_evaluations(tmp_path, 3)
     assert {str(path.relative_to(evals)) for path in evals.rglob("*") if path.is_file()} == others
     assert not (evals / "position" / "5").exists()
-    shutil.rmtree(evals)
-    evals.symlink_to(tmp_path / "other")
-    (tmp_path / "other" / "loss").mkdir(parents=True)
-    (tmp_path / "other" / "loss" / "4.json").touch()
-    remove_later_evaluations(tmp_path, 3)
-    assert (tmp_path / "other" / "loss" / "4.json").exists()
-    assert (elsewhere / "7.json").exists()
 
 
 def test_non_finite_values_are_written_as_null(tmp_path):
@@ -86,9 +75,7 @@ def test_non_finite_values_are_written_as_null(tmp_path):
 def test_invalid_lines_are_counted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     row = SPEED | {"split": "train", "step": 1, "attempt": 1, "loss": 2.5}
-    strange = [row | {"loss": "2.5"}, row | {"step": -1}, row | {"lambda": [[1]]}, row | {"tokens": 10**400}]
-    no_loss = {name: value for name, value in row.items() if name != "loss"}
-    lines = ["not json", "[1]", '{"step": 3}', "\x00", *map(json.dumps, [*strange, no_loss])]
+    lines = ["not json", "[1]", '{"step": 3}', "\x00", *map(json.dumps, [row | {"loss": "2.5"}, row | {"step": -1}])]
     valid = [row, row | {"loss": None}]  # A loss of null stands for one that was not finite.
     path.write_text("\n".join([*map(json.dumps, valid), *lines]))
     assert read_metrics(path) == (valid, len(lines))
@@ -165,32 +152,3 @@ def test_full_disk_gives_a_one_line_error_and_keeps_written_rows_readable(tmp_pa
     assert len(rows) > 10
     write_steps(tmp_path, 10, 12)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")[0]] == list(range(1, 13))
-
-
-def test_tensorboard_events_are_on_disk_immediately(tmp_path):
-    config = LoggingConfig(every_steps=1, trackers=("tensorboard",))
-    writer = MetricsWriter(tmp_path, config, 0)
-    for step in range(1, 20):
-        writer.write("train", step, {"loss": 0.5})
-        (file,) = (tmp_path / "tensorboard").iterdir()
-        assert [event.step for event in events(file.read_bytes())][-1] == step
-    writer.close()
-
-
-def test_metrics_do_not_import_the_bucket_clients_of_tensorboardx(tmp_path):
-    """tensorboardX imports them if they are installed. Later imports by others still work."""
-    for name in ("boto3/__init__.py", "google/cloud/storage/__init__.py"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).touch()
-    code = """
-import sys
-import difftx.training.metrics
-assert "tensorboardX" in sys.modules
-print(sys.modules.keys() & {"boto3", "google.cloud.storage"})
-import boto3
-from google.cloud import storage
-print(storage.__name__)
-"""
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert (done.stdout, done.returncode) == ("set()\ngoogle.cloud.storage\n", 0), done.stderr

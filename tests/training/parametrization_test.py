@@ -148,7 +148,7 @@ def test_base_model_has_the_standard_parametrisation(mesh_of):
     assert programs(model_of("diff")) == programs(model_of("diff", mup=False))
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_updates_equal_those_of_the_rules_in_float64(mesh_of, tied):
     """Compare with Table 1 of arXiv 2505.01618 with α = 1, in float64.
 

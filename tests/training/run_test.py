@@ -11,7 +11,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers.unreadable import needs_unprivileged, without_root_capabilities
 
 from difftx import run_files
 from difftx.errors import UserError
@@ -130,52 +129,26 @@ def test_file_system_without_locks_gives_a_warning(lock, tmp_path, capsys, monke
     assert "no file locks here" in capsys.readouterr().out
 
 
-@needs_unprivileged
-def test_the_lock_file_of_another_user_of_the_group_is_an_error_with_its_fix(lock, tmp_path):
-    (tmp_path / ".lock").touch(mode=0o444)
-    with without_root_capabilities(), pytest.raises(UserError, match=rf"chmod -R g\+w {tmp_path}$"), lock(tmp_path):
-        pass
-
-
-@pytest.mark.parametrize("content", ["", '{"format": 1, "comm', "[]", '{"format": 1}'])
-def test_a_corrupt_manifest_is_written_again_with_the_identity_of_the_checkpoints(
-    lock, config, tmp_path, capsys, content
-):
+def test_a_run_without_a_manifest_has_the_identity_of_its_newest_checkpoint(lock, config, tmp_path):
     with lock(tmp_path) as new, lock(tmp_path / "other") as other:
         assert re.fullmatch("[0-9a-f]{32}", new.run_id)
         assert new.run_id != other.run_id
     write_run_files(tmp_path, config(), {"run_id": new.run_id})
     with lock(tmp_path) as same:
         assert same.run_id == new.run_id
-    (tmp_path / "manifest.json").write_text(content)
-    Run(config(), tmp_path, None, None, None).check_records()
-    assert f"{tmp_path / 'manifest.json'}: " in (printed := capsys.readouterr().out)
-    assert printed.endswith("; it is written again\n")
-    assert printed.count("\n") == 1
+    (tmp_path / "manifest.json").unlink()
+    fields = {"weights": "x/1", "arrays": {}, "config": config(), "loader": {"signature": {}}, "contents": "x"}
     for step, run_id in ((10, "a" * 32), (20, new.run_id)):
-        text = manifest_text(
-            step=step,
-            weights=f"x/{step}",
-            run_id=run_id,
-            arrays={},
-            config=config(),
-            loader={"signature": {}},
-            contents="x",
-            files={},
-        )
-        (make(tmp_path / "checkpoints" / str(step)) / "manifest.json").write_text(text)
+        folder = tmp_path / "checkpoints" / str(step)
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(manifest_text({}, step=step, run_id=run_id, **fields))
     with lock(tmp_path) as same:
         assert same.run_id == new.run_id
 
 
-def make(folder):
-    folder.mkdir(parents=True)
-    return folder
-
-
-@pytest.mark.parametrize("number", [None, 0, RUN_FORMAT + 1, "1", 10**30])
+@pytest.mark.parametrize("number", [None, RUN_FORMAT + 1])
 def test_a_run_of_another_format_is_refused(config, tmp_path, number):
-    """None stands for a manifest without a number, as old versions wrote it."""
+    """None stands for a manifest without a number."""
     write_run_files(tmp_path, config())
     assert read_config(tmp_path) == config()
     run = SimpleNamespace(config=config(), workdir=tmp_path)
@@ -184,7 +157,7 @@ def test_a_run_of_another_format_is_refused(config, tmp_path, number):
     manifest = json.loads(path.read_text())
     assert manifest.pop("format") == RUN_FORMAT
     path.write_text(json.dumps(manifest | ({} if number is None else {"format": number})))
-    found = f"format {number}" if number in (0, RUN_FORMAT + 1) else "no format number"
+    found = "no format number" if number is None else f"format {number}"
     message = (
         f"{tmp_path}: manifest.json has {found}, and this version of difftx reads runs of format {RUN_FORMAT}; use the "
         "version that wrote the run, or train again in a new --workdir"

@@ -15,11 +15,9 @@ from helpers.command_server import commands
 from helpers.evals_params import one_device
 from helpers.training_runs import stop_after, train_losses
 
-from difftx.config.build import override
-from difftx.evals import run as evals
 from difftx.training.checkpoint.checkpointer import Checkpoints
-from difftx.training.checkpoint.restoring import restore_params, restore_state
-from difftx.training.run import Run, read_config
+from difftx.training.checkpoint.restoring import restore_state
+from difftx.training.run import read_config
 from difftx.training.state import init_state
 
 pytestmark = pytest.mark.long
@@ -42,82 +40,10 @@ def command(config, workdir, **changes):
     return ["train.py", f"--config=configs/{config}", f"--workdir={workdir}", *flags]
 
 
-def run_process(command, *, compiled_as_users_do=False):
-    environment = child_environment(1) | ({"XLA_FLAGS": ""} if compiled_as_users_do else {})
-    result = commands().run(command, environment=environment, timeout=600)
+def run_process(command):
+    result = commands().run(command, environment=child_environment(1), timeout=600)
     assert result.returncode == 0, result.stderr
     return result
-
-
-# ── Effect of the extension to longer rows ──
-
-SHORT, LONG = 256, 2048
-LEARNER = {
-    "model__d_model": 64,
-    "model__mlp_dim": 170,
-    "model__zero_init_output": "true",  # As in configs/toy.py.
-    "data__path": "stdlib",
-    "data__valid_fraction": 0.2,
-    "train__global_batch_tokens": LONG,
-    "optimizer__b2": 0.95,
-    "optimizer__weight_decay": 0.1,
-    "checkpoint__every_steps": 1000,
-    "eval__suites": "",  # The test evaluates the models itself.
-    "eval__position_documents": 32,
-}
-PRETRAINING = LEARNER | {
-    "train__steps": 200,
-    "data__sequence_length": SHORT,
-    "optimizer__learning_rate": 4e-3,
-    "optimizer__warmup_steps": 20,
-}
-# The paper's extension, to 16 times the length, also uses a quarter of the learning rate and this RoPE base.
-CONTINUED = PRETRAINING | {"train__steps": 60, "optimizer__learning_rate": 1e-3, "optimizer__warmup_steps": 6}
-EXTENSION = CONTINUED | {
-    "model__rope_theta": 640_000,
-    "data__sequence_length": LONG,
-    "data__upsampling__longer_than_tokens": SHORT,
-}
-
-
-def position_curve(workdir, folder, mesh):
-    """Evaluate the suite "position" with a run's last checkpoint in rows of LONG tokens.
-
-    Return a dictionary: position → cumulative average NLL.
-    """
-    rows = {"data.sequence_length": str(LONG)}
-    config, [step] = override(read_config(workdir), rows), Checkpoints(workdir).steps()
-    params = restore_params(Checkpoints(workdir).read(step), config, mesh)
-    [chart] = evals.evaluate(Run.open(config, folder, mesh), params, step, ["position"])["position"].charts
-    return dict(zip(chart.series[0].x, chart.series[0].y, strict=True))
-
-
-def between(curve, start, end):
-    """Return the average NLL between the two points of the curve that are nearest to `start` and `end`."""
-    first, last = (min(curve, key=lambda x: abs(x - at)) for at in (start, end))
-    return (last * curve[last] - first * curve[first]) / (last - first)
-
-
-@pytest.mark.exhaustive  # Minutes of training.
-def test_extension_learns_rows_of_eight_times_the_length_and_more_training_does_not(tmp_path, mesh_of):
-    """Compare with the base model, and with the base model after as many more tokens in short rows."""
-    base = tmp_path / "base"
-    stages = {
-        "base": ("diff_3b.py:diff", PRETRAINING),
-        "more": ("diff_3b.py:diff", CONTINUED | {"checkpoint__init_from": base}),
-        "extended": ("long_context.py:diff", EXTENSION | {"checkpoint__init_from": base}),
-    }
-    curves = {}
-    for name, (config, changes) in stages.items():
-        run_process(command(config, tmp_path / name, **changes), compiled_as_users_do=True)
-        curves[name] = position_curve(tmp_path / name, tmp_path / f"{name}-at-{LONG}", mesh_of())
-    beyond = {name: between(curve, SHORT, LONG) for name, curve in curves.items()}
-    # The base model predicts better within its training length than far beyond it, although more context makes a
-    # document easier to predict. The extended model predicts better at the later positions.
-    assert between(curves["base"], SHORT / 2, SHORT) < between(curves["base"], LONG / 2, LONG)
-    assert between(curves["extended"], SHORT / 2, SHORT) > between(curves["extended"], LONG / 2, LONG) + 0.1, beyond
-    # Measured: 0.26 and 0.29. All models have the same documents, so their spread adds no noise to the difference.
-    assert beyond["extended"] < min(beyond["base"], beyond["more"]) - 0.1, beyond
 
 
 # ── Interruption of either stage ──
@@ -153,15 +79,8 @@ def sources(tmp_path_factory):
     [
         ("long_context.py:diff", "texts/*.txt", EXTENDED),
         pytest.param("math.py:diff-stage2", "pairs", TUNED, marks=pytest.mark.exhaustive),
-        # CI restores the states of Muon and of the average of the weights on several meshes (mesh_test.py).
-        pytest.param(
-            "math.py:diff-stage2",
-            "pairs",
-            TUNED | {"optimizer__name": "muon", "optimizer__moment_dtype": "bfloat16", "train__ema_decay": 0.9},
-            marks=pytest.mark.exhaustive,
-        ),
     ],
-    ids=["extension", "fine-tuning", "muon in bfloat16 and an average of the weights"],
+    ids=["extension", "fine-tuning"],
 )
 def test_interrupted_stage_resumes_bit_for_bit(sources, tmp_path, config, data, changes):
     """Kill the run, and then stop it by a signal. After the kill, it resumes without the weights it started from."""

@@ -3,7 +3,6 @@
 The packages are the real ones. That of Weights & Biases (W&B) talks to a server of these tests.
 """
 
-import argparse
 import errno
 import importlib.util
 import json
@@ -17,14 +16,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, child_environment
-from helpers.command_server import commands
 from helpers.processes import TRAIN_SLOWLY, newest_step
 from helpers.training_runs import wait_for_step
 from helpers.wandb_server import KEY, WandbServer
 
-from difftx.commands import examination
 from difftx.config import LoggingConfig
-from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.files import UNLOCKED
 from difftx.training import trackers
@@ -300,20 +296,3 @@ def test_mistakes_are_found_before_training(project, variables, expected, tmp_pa
         return
     with pytest.raises(UserError, match=rf"^logging\.trackers='wandb:{project}': .*{expected}.*; or remove"):
         check_trackers([f"wandb:{project}"])
-
-
-@pytest.mark.long
-def test_a_dry_run_and_doctor_report_a_missing_key(text_file, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    fields = TINY | {"data.path": str(text_file), "mesh.fsdp": "-1", "logging.trackers": "wandb:p"}
-    flags = ["--config=quickstart:diff", "--dry_run", *(f"--config.{name}={value}" for name, value in fields.items())]
-    for name, value in {"WANDB_API_KEY": "", "HOME": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    done = commands().run(["train.py", *flags], environment=child_environment(1))
-    problem = "logging.trackers='wandb:p': No API key configured. Use `wandb login` to log in; or remove this tracker"
-    assert (done.returncode, done.stderr) == (2, f"error: {problem}\n")
-    found = examination.Findings(devices={"kind": "cpu", "matmul_flops": 1e12}, storage={"write": 1e9})
-    options = argparse.Namespace(workdir=tmp_path / "run", config="quickstart:diff")
-    with found.part():
-        examination._examine_config(options, load_config("quickstart:diff", fields), found)
-    assert found.problems == [problem]

@@ -4,18 +4,11 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 
 import pytest
-from helpers.processes import Processes
 from helpers.training_checkpoints import flip_a_bit, largest_file, names
-from helpers.unreadable import (
-    failing_reads,
-    needs_compiler,
-    needs_unprivileged,
-    without_root_capabilities,
-)
+from helpers.unreadable import needs_unprivileged, without_root_capabilities
 
 from difftx import files
 from difftx.commands.checkpoint import main as checkpoint_command
@@ -182,36 +175,6 @@ def test_quarantine_command_resolves_a_permanent_read_error(saved_20_and_40, tra
         assert trainer.newest() == 20
     with pytest.raises(UserError, match=r"'40': no such checkpoint; .* has the steps 20$"):
         checkpoint_command(["quarantine", f"--workdir={tmp_path}", "--step=40"])
-    # If it is the only checkpoint, the exit code is not that of a user error, because the read error may be temporary.
-    shutil.rmtree(folder / "20")
-    with without_root_capabilities(), pytest.raises(UnreadableError, match="no other checkpoint verifies"):
-        trainer.newest()
-    (folder / "40" / bad).chmod(0o600)
-    assert trainer.newest() == 40
-
-
-# ── Whole trainings ──
-
-
-@needs_compiler
-@pytest.mark.long
-def test_a_read_error_of_the_restore_is_one_line(text_file, tmp_path):
-    """Only the restore reads the arrays. `make chaos` has errors of the verification."""
-    workdir, reads = tmp_path / "run", failing_reads(tmp_path)
-
-    def train(steps):
-        options = {"count": 1, "environment": reads.environment, "checkpoint__verify": "sizes"}
-        return Processes(text_file, workdir, tmp_path, train__steps=steps, **options).wait(0)
-
-    assert train(20)[0] == 0
-    folder = workdir / "checkpoints"
-    reads.fail(errno.EIO, str(largest_file(folder / "20").relative_to(workdir)))
-    code, text = train(30)
-    assert code == 1
-    assert re.findall("^error: .*", text, re.M) == [
-        f"error: {read_manifest(folder / '20').contents} cannot be read: Input/output error; run the same command again"
-    ]
-    assert names(folder) == ["10", "20"]
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved_20_and_40, trainer):

@@ -8,7 +8,7 @@ import pytest
 from helpers.buckets import in_ci_with
 from helpers.report_runs import save_run
 
-from difftx import folders
+from difftx import files
 from difftx.data.sources import load_sources
 from difftx.data.tokenizers import load_tokenizer
 from difftx.interop import exports
@@ -120,7 +120,7 @@ def test_an_upload_of_an_export_may_take_longer_than_a_step(config, text_file, m
     """The limit of a step is one second. Each file takes 0.6 seconds."""
     c = config(data__path=text_file, model__num_layers=1, mesh__fsdp=8, multihost__watchdog_seconds=1)
     run = save_run(c, bucket.folder(), [2])
-    monkeypatch.setattr(folders, "upload", clock.delayed(0.6, folders.upload))
+    monkeypatch.setattr(files, "upload", clock.delayed(0.6, files.upload))
     with Monitor(c.multihost) as monitor:
         monitor.beat(2)
         assert exports.write(run, 2).startswith(f"{run.workdir / 'exports' / '2'}: model.safetensors of step 2")
@@ -131,14 +131,15 @@ def test_an_upload_of_an_export_may_take_longer_than_a_step(config, text_file, m
 def test_a_process_that_waits_for_the_primary_process_is_not_stuck(config, monkeypatch, clock, aborts):
     """The primary process may verify a checkpoint for hours, and the wait has a limit of its own."""
 
-    def wait(key, milliseconds):
+    def wait(name, milliseconds):
         assert milliseconds == 3_600_000
         clock.advance(3000)
-        return '{"value": 300}'
 
-    monkeypatch.setattr(multihost.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost, "is_primary", lambda: False)
-    monkeypatch.setattr(multihost, "service", lambda: SimpleNamespace(blocking_key_value_get=wait))
+    notices = lambda name: [(f"{name}/0", '{"value": 300}'), (f"{name}/1", '{"value": null}')]  # noqa: E731
+    client = SimpleNamespace(key_value_set=lambda *_: None, wait_at_barrier=wait, key_value_dir_get=notices)
+    state = SimpleNamespace(num_processes=2, process_id=1)
+    monkeypatch.setattr(multihost, "distributed", SimpleNamespace(global_state=state))
+    monkeypatch.setattr(multihost, "service", lambda: client)
     with Monitor(config(multihost__watchdog_seconds=1).multihost) as monitor:
         monitor.beat(7)
         assert multihost.decide_on_primary(lambda: math.nan, 3600) == 300

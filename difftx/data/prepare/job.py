@@ -19,8 +19,7 @@ from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
-from difftx.files import Owner, list_folder, size_of
-from difftx.folders import remove_folder
+from difftx.files import Owner, list_folder, remove_folder, size_of
 from difftx.json_files import json_sha256, read_record, write_record
 from difftx.run_files import locked
 from difftx.storage import objects

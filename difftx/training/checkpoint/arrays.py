@@ -7,15 +7,12 @@ writes its own database, and the primary process merges them.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import math
-import os
-import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from types import EllipsisType
 from typing import Any
 
@@ -25,7 +22,6 @@ import tensorstore as ts
 from etils import epath
 from orbax.checkpoint.type_handlers import ArrayHandler, ArrayRestoreArgs, ParamInfo, SaveArgs
 
-from difftx.errors import RunError, UnreadableError
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import array_name
@@ -60,39 +56,17 @@ class Shards:
     parts: Iterable[tuple[Any, np.ndarray]]  # Index in the whole array, and values, of each part. Iterated once.
 
 
-@contextlib.contextmanager
-def _explained(folder: AnyPath, verb: str) -> Iterator[None]:
-    """Convert the errors of TensorStore to one line."""
-    if is_bucket(folder):
-        with objects.requests_of_tensorstore(folder, verb):
-            yield
-        return
-    try:
-        yield
-    except ValueError as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        if code is None or str(error).startswith("NOT_FOUND"):
-            raise
-        why = f"{folder} cannot be {verb}: {os.strerror(int(code[1]))}"
-        if verb == "read":
-            raise UnreadableError(f"{why}; run the same command again") from error
-        raise RunError(why) from error
-
-
 def start_write(folder: AnyPath, tree: Any) -> Callable[[], None]:
     """Copy the shards of this process to the host, and return a function that waits until they are in `folder`."""
     if is_bucket(folder):
         return functools.partial(write_shards, folder / own_part(folder), copy_shards(tree))
-    with _explained(folder, "written"):
-        # If the disk cannot be read, this request fails in place of those for each array in a thread of orbax.
-        base, context = _base(folder / own_part(folder))
-        ts.KvStore.open(_database(base), context=context).result().read("").result()
     infos = _infos(folder, tree)
     arguments = [SaveArgs(chunk_byte_size=CHUNK_BYTES) for _ in infos]
-    futures = _run(_handler().serialize(jax.tree.leaves(tree), infos, arguments))
+    with objects.one_line_errors(folder, "written"):
+        futures = _run(_handler().serialize(jax.tree.leaves(tree), infos, arguments))
 
     def wait() -> None:
-        with _explained(folder, "written"):
+        with objects.one_line_errors(folder, "written"):
             for future in futures:
                 future.result()
 
@@ -156,7 +130,7 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
 
 def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
     """Write the shards of this process to the database in `folder`, in few transactions."""
-    with _explained(folder, "written"):
+    with objects.one_line_errors(folder, "written"):
         base, context = _base(folder)
         database = ts.KvStore.open(_database(base, writes=True), context=context).result()
         transaction, copies, size = ts.Transaction(atomic=True), [], 0
@@ -187,7 +161,7 @@ def merge(folder: AnyPath) -> None:
     """Merge the databases of all processes. Their data files stay where they are."""
     if own_part(folder) == STATE:
         return
-    with _explained(folder, "written"):
+    with objects.one_line_errors(folder, "written"):
         base, context = _base(folder / STATE)
         merged = ts.KvStore.open(_database(base, writes=True), context=context).result()
         transaction = ts.Transaction(atomic=True)
@@ -201,19 +175,15 @@ def merge(folder: AnyPath) -> None:
 def restore(folder: AnyPath, wanted: Any) -> Any:
     """Return the arrays of a checkpoint, like those of the abstract tree `wanted`, with its shardings.
 
-    Each process reads the parts of its own devices.
+    The caller has compared them with the manifest. Each process reads the parts of its own devices.
     """
-    with _explained(folder, "read"):
+    with objects.one_line_errors(folder, "read"):
         if is_bucket(folder):
             found = _restore_from_bucket(folder, wanted)
         else:
             leaves = jax.tree.leaves(wanted)
             arguments = [ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape) for leaf in leaves]
             found = _run(_handler().deserialize(_infos(folder, wanted), arguments))
-    for (path, leaf), array in zip(jax.tree_util.tree_leaves_with_path(wanted), found, strict=True):
-        if array.shape != leaf.shape or array.dtype != leaf.dtype:
-            # The caller has compared the manifest with `wanted`, so this array contradicts the manifest.
-            raise UnreadableError(f"{folder}: {array_name(path)} is {array.shape} {array.dtype} there")
     return jax.tree.unflatten(jax.tree.structure(wanted), found)
 
 
@@ -222,10 +192,8 @@ def _restore_from_bucket(folder: AnyPath, wanted: Any) -> list[jax.Array]:
     leaves = jax.tree_util.tree_leaves_with_path(wanted)
     opened = [ts.open(_readable(base, array_name(path)), open=True, context=context) for path, _ in leaves]
     reads = []
-    for (path, leaf), future in zip(leaves, opened, strict=True):
+    for (_, leaf), future in zip(leaves, opened, strict=True):
         store = future.result()
-        if store.shape != leaf.shape:
-            raise UnreadableError(f"{folder}: {array_name(path)} is {store.shape} there")
         indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         reads.append({index: store[index].read() for index in dict.fromkeys(indices)})
     return [
@@ -236,14 +204,14 @@ def _restore_from_bucket(folder: AnyPath, wanted: Any) -> list[jax.Array]:
 
 def open_array(folder: AnyPath, name: str, *, cache_bytes: int = 0) -> ts.TensorStore:
     """Return an array of a checkpoint, which reads ranges on demand."""
-    with _explained(folder, "read"):
+    with objects.one_line_errors(folder, "read"):
         base, context = _base(folder / STATE, cache_bytes)
         return ts.open(_readable(base, name), open=True, context=context).result()
 
 
 def read_part(folder: AnyPath, opened: ts.TensorStore, index: int | slice | EllipsisType = ...) -> np.ndarray:
     """Return a part of an array that `open_array` has opened in a checkpoint."""
-    with _explained(folder, "read"):
+    with objects.one_line_errors(folder, "read"):
         return opened[index].read().result()
 
 

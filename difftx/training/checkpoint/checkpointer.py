@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from difftx.parallel.multihost import DECISION_SECONDS, agree, decide_on_primary
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint import protocol, retention
 from difftx.training.checkpoint.manifest import (
+    MANIFEST,
     Manifest,
     describe_arrays,
     manifest_text,
@@ -58,22 +59,9 @@ class Checkpoints:
         return agree(what, read, lambda found: {f"SHA-256 of {what}": found.sha256}, DECISION_SECONDS)
 
     def read_newest[T](self, read: Callable[[Manifest], T]) -> T | None:
-        """Return `read(checkpoint)` for the newest valid checkpoint, or None if there is no checkpoint.
-
-        If training deletes the checkpoint meanwhile, call `read` again with the new newest step. With several
-        processes, raise `RunError` instead, because other processes may have read the deleted checkpoint.
-        """
-        while (step := self.newest()) is not None:
-            folder = self.folder / str(step)
-            try:
-                return read(self.read(step))
-            except Exception as error:  # TensorStore raises many exception types for a missing file.
-                if step in self.steps():
-                    raise
-                if jax.process_count() > 1:
-                    raise RunError(f"{folder} was deleted while it was read; run the same command again") from error
-                print_on_primary(f"checkpoint {folder} was deleted while it was read; reading the newest again")
-        return None
+        """Return `read(checkpoint)` for the newest valid checkpoint, or None if there is no checkpoint."""
+        step = self.newest()
+        return None if step is None else read(self.read(step))
 
     def require_valid(self, step: int) -> None:
         """Raise `UserError` if the checkpoint of `step` does not exist or is corrupt."""
@@ -94,24 +82,18 @@ class Checkpoints:
             if (why := self._why_invalid(step)) is None:
                 newest = step
                 break
-            if step not in self.steps():
-                folder = self.folder / str(step)
-                print_on_primary(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
-                return self.find_newest()
             reasons[step] = why
         quarantined = quarantined_in(self.folder) if newest is None else []
         for step, why in reasons.items():
             self._skip(step, why)
-        newest = self._take_back(quarantined) if newest is None else newest
-        if newest is not None:
-            return newest
         invalid = [f"{step}: {why}" for step, why in reasons.items()]
-        if invalid := invalid or [f"{path.parent.name}/{path.name}" for path in quarantined]:
+        invalid += [f"{path.parent.name}/{path.name}" for path in quarantined]
+        if newest is None and invalid:
             raise UserError(
-                f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(invalid)}); "
-                "restore one from a copy, or use a new --workdir"
+                f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(invalid)}); restore one from a "
+                f"copy, rename the manifest of a quarantined one to {MANIFEST}, or use a new --workdir"
             )
-        return None
+        return newest
 
     def _skip(self, step: int, why: str) -> None:
         print_on_primary(f"checkpoint {self.folder / str(step)} does not verify: {why}; {self._set_aside(step)}")
@@ -119,10 +101,6 @@ class Checkpoints:
     def _set_aside(self, step: int) -> str:
         """Set an invalid checkpoint aside, if this process may, and return what was done."""
         return "skipped"
-
-    def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
-        """Use a quarantined checkpoint again, if this process may, and return its step."""
-        return None
 
     def _why_invalid(self, step: int) -> str | None:
         folder, content = self.folder / str(step), self._verifies_content
@@ -168,8 +146,7 @@ class Checkpointer(Checkpoints):
     def newest(self) -> int | None:
         """Return the step of the newest valid checkpoint, or None if there is no checkpoint, and repair the folder.
 
-        The repair deletes what interrupted saves and removals have left, quarantines corrupt checkpoints, and takes
-        back the newest valid one of those that were quarantined before if no other is valid.
+        The repair deletes what interrupted saves and removals have left, and quarantines corrupt checkpoints.
         """
         self.wait()
         step = super().newest()
@@ -202,28 +179,6 @@ class Checkpointer(Checkpoints):
 
     def _set_aside(self, step: int) -> str:
         return f"its manifest is now {protocol.quarantine(self._owner, self.folder / str(step)).name}"
-
-    def _take_back(self, quarantined: Sequence[AnyPath]) -> int | None:
-        """Rename the newest valid quarantined checkpoint back to its step, and return the step.
-
-        Call this only if no other checkpoint is valid, because a user may have quarantined checkpoints on purpose.
-        """
-        unreadable = []
-        for path in reversed(quarantined):
-            try:
-                why = protocol.take_back(self._owner, path, self._run_id)
-            except UnreadableError as error:
-                unreadable.append(error)
-                continue
-            if why is None:
-                print_on_primary(f"checkpoint {path} verifies, and no other does; it is used again")
-                return int(path.parent.name)
-        if unreadable:
-            raise UnreadableError(
-                f"{unreadable[0]}; no other checkpoint verifies: run the same command again once it can be read, "
-                "restore a checkpoint from a copy, or use a new --workdir"
-            )
-        return None
 
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
         """Start to save, and return as soon as the arrays may be donated to the next step.

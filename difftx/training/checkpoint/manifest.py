@@ -209,8 +209,6 @@ def _read_manifest(folder: AnyPath) -> Manifest:
         if algorithm is None:
             raise UserError(f"{MANIFEST}: files.{name}: no 'xxh3'")
         files[name] = file["bytes"], algorithm, file[algorithm]
-    if not re.fullmatch(r"[\w-]+", raw["contents"]):
-        raise UserError(f"{MANIFEST}: contents: not the name of a folder")
     others: dict[str, Any] = {field.name: raw.get(field.name) for field in dataclasses.fields(Manifest)}
     others |= {"folder": folder, "contents": folder / raw["contents"], "sha256": signed["sha256"]}
     return Manifest(**others | {"arrays": arrays, "files": files})
@@ -225,7 +223,7 @@ def is_note(content: bytes) -> bool:
     """Return whether the content of a `manifest.json` says that a save or a removal was not finished."""
     try:
         found = json.loads(content)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return isinstance(found, dict) and UNFINISHED in found
 
@@ -365,7 +363,7 @@ def unreferenced(folder: AnyPath) -> list[str]:
             if UNFINISHED not in content and contents not in names:
                 return []
             used.add(contents)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             return []
     return [name for name in names if name not in used]
 

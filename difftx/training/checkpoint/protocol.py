@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from difftx.errors import RunError, UnreadableError, UserError, printable
+from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import Owner, describe_below, read_file, remove_file, stored
 from difftx.json_files import read_json, with_sha256, without_sha256
 from difftx.parallel.multihost import exchange, is_primary
@@ -28,7 +28,6 @@ from difftx.training.checkpoint.manifest import (
     note,
     step_folders,
     unreferenced,
-    why_invalid,
 )
 
 
@@ -110,10 +109,7 @@ def amend(owner: Owner, folder: AnyPath, change: Callable[[dict[str, Any]], dict
 
 
 def quarantine(owner: Owner, folder: AnyPath) -> AnyPath:
-    """Rename the manifest of a step, so that no command uses the checkpoint, and return its path. The files stay.
-
-    If the manifest is absent, create an empty one under that name.
-    """
+    """Rename the manifest of a step, so that no command uses the checkpoint, and return its path. The files stay."""
     path = folder / f"quarantined-{uuid.uuid4().hex}.json"
     if is_bucket(folder):
         found = stored(folder / MANIFEST)
@@ -122,32 +118,8 @@ def quarantine(owner: Owner, folder: AnyPath) -> AnyPath:
             owner.delete_if(folder / MANIFEST, found.generation)
         return path
     owner.check()
-    try:
-        try:  # A manifest that cannot be read can be renamed.
-            (folder / MANIFEST).rename(path)
-        except FileNotFoundError:
-            path.touch()
-    except OSError as error:
-        aside = folder.parent.with_name(f"checkpoint-{folder.name}")
-        raise RunError(
-            f"{folder / MANIFEST} cannot be renamed: {error.strerror}; move the folder: mv {folder} {aside}"
-        ) from error
+    (folder / MANIFEST).rename(path)  # A manifest that cannot be read can be renamed.
     return path
-
-
-def take_back(owner: Owner, path: AnyPath, run_id: str | None) -> str | None:
-    """Undo a quarantine if the checkpoint verifies. Return None, or why it does not verify."""
-    folder, content = path.parent, read_file(path)
-    generation = None if content is None else owner.write_if(folder / MANIFEST, content, None)
-    if generation is None:
-        return f"{folder} has another checkpoint"
-    is_valid = False
-    try:
-        why = why_invalid(folder, step=int(folder.name), run_id=run_id, content=True)
-        is_valid = why is None
-    finally:
-        remove_file(path) if is_valid else owner.delete_if(folder / MANIFEST, generation)
-    return why
 
 
 def remove(owner: Owner, path: AnyPath) -> None:
@@ -177,11 +149,8 @@ def remove_leftovers(owner: Owner, folder: AnyPath) -> list[str]:
     removed = []
     for step in step_folders(folder):
         with contextlib.suppress(UnreadableError):  # Reading the checkpoint raises it again.
-            try:
-                if _remove_leftovers(owner, step):
-                    removed.append(step.name)
-            except OSError as error:
-                print(f"{step}: an unfinished save or removal cannot be deleted: {error.strerror}", flush=True)
+            if _remove_leftovers(owner, step):
+                removed.append(step.name)
     return removed
 
 
@@ -190,13 +159,8 @@ def _remove_leftovers(owner: Owner, folder: AnyPath) -> bool:
     found = stored(folder / MANIFEST)
     if found is not None and is_note(found.content):
         return _clear(owner, folder, found.generation)
-    names = unreferenced(folder)
-    if found is None and any(not name.startswith(".") for name in names):
-        # Somebody has deleted the manifest, or a former owner of a run in a bucket has written late.
-        print(
-            printable(f"{folder}: no checkpoint, because it has no {MANIFEST}; delete the folder, or restore the file")
-        )
-    if found is None or not names:
+    # Without a manifest, somebody has deleted it, or a former owner of a run in a bucket has written late.
+    if found is None or not (names := unreferenced(folder)):
         return False
     owner.check()
     _delete(folder, names)

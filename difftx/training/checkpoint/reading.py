@@ -17,12 +17,10 @@ from difftx.data.loader import signature_changes
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import Tokenizer
 from difftx.data.tokenizers import load_tokenizer
-from difftx.errors import RunError, UserError
-from difftx.files import list_folder
-from difftx.parallel.multihost import decide_on_primary
+from difftx.errors import UserError
 from difftx.registry import require_extensions
 from difftx.training.checkpoint.checkpointer import Checkpoints
-from difftx.training.checkpoint.manifest import Manifest, WeightsPart, read_manifest
+from difftx.training.checkpoint.manifest import Manifest, WeightsPart
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.resume import changed_fields
 from difftx.training.run import Run
@@ -46,23 +44,6 @@ class Checkpoint:
     def data(self) -> dict[str, Any]:
         """Signature of the training data, or of only the tokenizer if the checkpoint was imported."""
         return self.manifest.data
-
-    def require_unchanged(self) -> None:
-        """Raise `RunError` if the checkpoint was replaced or deleted. All processes must call this method."""
-        folder = self.manifest.folder
-
-        def check() -> None:
-            try:
-                change = None if read_manifest(folder).sha256 == self.manifest.sha256 else "was replaced"
-            except UserError:
-                change = "was corrupted" if list_folder(folder) else "was deleted"
-            if change is not None:
-                raise RunError(
-                    f"{folder} {change} while this command used it, and no result was written; "
-                    "run the same command again"
-                )
-
-        decide_on_primary(check)
 
 
 def open_checkpoint(manifest: Manifest, run_config: Config, part: WeightsPart = "params") -> Checkpoint:

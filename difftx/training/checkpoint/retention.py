@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from difftx.config import CheckpointConfig
-from difftx.errors import UserError, printable
+from difftx.errors import UserError
 from difftx.files import size_of
-from difftx.json_files import read_json, schema_error
+from difftx.json_files import read_json
 from difftx.training.checkpoint.manifest import Manifest
 
 # What a number was measured with: the fields of the config group `eval`, and the fingerprints of the validation sets.
@@ -66,26 +66,18 @@ def is_regular(checkpoint: Manifest) -> bool:
 def number_of(files: Path, step: int, name: str) -> tuple[float, Basis] | None:
     """Return an evaluated number such as "loss/perplexity" after a step, and its basis.
 
-    Return None if there is no result, or if it is corrupt, or if the number is not finite.
+    Return None if there is no result, or if the number is not finite.
     """
     suite, number = name.split("/")
     path = files / "evals" / suite / f"{step}.json"
     if size_of(path) is None:
         return None
-    try:
-        result = read_json(path)
-        if why := schema_error(result, {"numbers": dict}):
-            raise UserError(f"{path}: {why}")
-    except UserError as error:
-        print(printable(f"checkpoint.keep_best leaves out a corrupt result: {error}"), flush=True)
-        return None
+    result = read_json(path)
     numbers = result["numbers"]
     if number not in numbers:
         known = ", ".join(numbers) or "none"
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
     value = numbers[number]
     is_finite = isinstance(value, int | float) and math.isfinite(value)
-    options = result.get("options")
-    fields = options.get("eval") if isinstance(options, dict) else None
-    basis = {**(fields if isinstance(fields, dict) else {}), VALID: result.get("valid")}
+    basis = {**result.get("options", {}).get("eval", {}), VALID: result.get("valid")}
     return (float(value), basis) if is_finite else None
