@@ -499,7 +499,6 @@ def test_the_reader_of_the_page_gives_the_texts_of_its_file(page_folder):
     assert "holds a store of other source.extensions" in run(page_folder, line, code=2)
     without = line.replace("--extension=csv_reader.py", "")
     assert "holds a store of other source.extensions" in run(page_folder, without, code=2)
-    assert "only --runner=local reads with extensions" in run(page_folder, line, "--runner=direct", code=2)
 
 
 @pytest.mark.long

@@ -242,12 +242,6 @@ REFUSED = {
         ["--text_field=body"],
         "row 0: no field 'body'; its fields: 'text';",
     ),
-    "no part": (
-        "datasets/org/bad/**",
-        {},
-        ["--max_tokens=9", "--runner=direct"],
-        "--max_tokens=9: only --runner=local",
-    ),
     "offline": (
         "datasets/org/bad/**",
         {},

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import shutil
 
 import pytest
 from helpers.data_prepare import prepare, prepared, refused, texts_of, tree
@@ -86,47 +85,12 @@ def test_unfinished_run_resumes_with_another_fraction_and_shard_size(tmp_path):
     assert tree(out) == tree(tmp_path / "again")
 
 
-@pytest.fixture(scope="module")
-def unfinished(tmp_path_factory):
-    """Return an unfinished run with all units and shards, its flags, and the files of the store that it must become."""
-    folder = tmp_path_factory.mktemp("unfinished")
-    for name in "abc":
-        lines = (json.dumps({"text": f"document {name} {i}"}) + "\n" for i in range(300))
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    flags = [f"--input={folder}/*.jsonl", "--shard_tokens=5000", "--valid_fraction=0.2"]
-    prepared(folder / "sound", *flags)
-    other = folder / "out"
-    (folder / "c.jsonl").rename(folder / "c.away")
-    (folder / "c.jsonl").write_text("{")
-    refused(other, *flags)
-    (folder / "c.away").rename(folder / "c.jsonl")
-    (other / "meta.json").mkdir()
-    assert prepare(f"--out={other}", *flags).returncode == 2
-    (other / "meta.json").rmdir()
-    assert len(list((other / ".prepare" / "shards").iterdir())) > 3
-    return other, flags, tree(folder / "sound")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),  # Without a message, the file is written again.
-    [
-        ("shards/train-00001.json", None),
-        ("units/00002-000000-*.npz", "; delete it, and run the same command again"),
-        ("job.json", ": corrupt; choose another --out, or delete"),
-    ],
-)
-def test_corrupt_files_of_an_unfinished_run_are_written_again_or_named(unfinished, tmp_path, name, message):
-    source, flags, sound = unfinished
-    out = shutil.copytree(source, tmp_path / "out")
-    [file] = (out / ".prepare").glob(name)
-    file.write_bytes(b"")
-    if message is None:
-        prepared(out, *flags)
-        assert tree(out) == sound
-    else:
-        line = refused(out, *flags)
-        assert f"{file}: corrupt" in line
-        assert message in line
+def test_a_corrupt_journal_of_an_unfinished_run_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{")
+    refused(tmp_path / "out", f"--input={tmp_path}/a.jsonl")
+    (tmp_path / "out/.prepare/job.json").write_bytes(b"")
+    line = refused(tmp_path / "out", f"--input={tmp_path}/a.jsonl")
+    assert f"{tmp_path}/out/.prepare/job.json: corrupt; choose another --out, or delete" in line
 
 
 def test_documents_beyond_the_limit_are_named_and_rejected(tmp_path, monkeypatch):
