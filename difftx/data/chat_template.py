@@ -4,8 +4,6 @@ import datetime
 import functools
 import hashlib
 import json
-import signal
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +15,6 @@ import jinja2.sandbox
 
 from difftx.errors import UserError
 
-RENDER_SECONDS = 30  # Limit of the CPU time of one conversation. Templates that end take milliseconds.
 REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of a message's reasoning; the first one counts.
 ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 
@@ -45,9 +42,6 @@ class ChatTemplate:
         """Return the text of a conversation, optionally with the beginning of the assistant's next message."""
         _require_valid(messages)
         try:
-            if threading.current_thread() is threading.main_thread():  # Other threads cannot handle signals.
-                signal.signal(signal.SIGPROF, _stop)
-                signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, 1)  # Repeated, because Jinja drops some errors.
             return self._template.render(
                 messages=[_normalised(message) for message in messages],
                 tools=None,
@@ -58,8 +52,6 @@ class ChatTemplate:
             )
         except Exception as error:  # A template can raise errors of many types, such as TypeError.
             raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def turns(self, messages: Sequence[Message], date: Date = None) -> list[tuple[str, str]]:
         """Return each message of the assistant as a pair: the text before it, as in generation, and its own text.
@@ -106,10 +98,6 @@ def _normalised(message: Message) -> dict[str, Any]:
     found = {key: value for key, value in message.items() if value is not None}
     reasoning = [found[name] for name in REASONING if name in found]
     return {"thinking": reasoning[0], **found, "reasoning_content": reasoning[0]} if reasoning else found
-
-
-def _stop(*_: object) -> None:
-    raise TimeoutError(f"it takes more than {RENDER_SECONDS} s of CPU time")
 
 
 @functools.cache

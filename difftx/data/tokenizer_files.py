@@ -41,12 +41,7 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
         path = found[0]
     settings = read_settings(path.parent)
     family = SentencePieceTokenizer if path.suffix == ".model" else JsonTokenizer
-    try:
-        return family(path, settings, name, end_of_text)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{name}: its files are not those of a tokenizer ({error!r})") from error
+    return family(path, settings, name, end_of_text)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -142,8 +137,7 @@ class JsonTokenizer(FileTokenizer):
         return json_sha256([self.content, added, self.eot_token])
 
     def _encode(self, text: str, *, chat: bool, continues: bool) -> list[int]:
-        coder = self._coder(chat=chat, continues=continues)
-        return coder.encode(_without_surrogates(text), add_special_tokens=False).ids
+        return self._coder(chat=chat, continues=continues).encode(text, add_special_tokens=False).ids
 
     def _coder(self, *, chat: bool, continues: bool) -> Any:
         """Return the library's tokenizer. Only for a chat do the names of special tokens in the text have a meaning."""
@@ -232,7 +226,7 @@ class SentencePieceTokenizer(FileTokenizer):
         self.transformers_class = "LlamaTokenizer" if is_bpe and options == ("identity", True, False, True) else None
 
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
-        return (self._continuing if continues else self._model).encode(_without_surrogates(text))
+        return (self._continuing if continues else self._model).encode(text)
 
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
         ids: list[int] = []
@@ -315,8 +309,3 @@ def _with_spaces(token: str) -> bytes:
 
 def _with_byte_fallback(token: str) -> bytes:
     return bytes.fromhex(found[1]) if (found := re.fullmatch("<0x([0-9A-F]{2})>", token)) else _with_spaces(token)
-
-
-def _without_surrogates(text: str) -> str:
-    """Return a text with U+FFFD in place of each half of a surrogate pair, which tiktoken encodes so too."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
