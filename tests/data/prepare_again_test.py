@@ -1,17 +1,12 @@
 """Repeated runs of `difftx prepare`: after its own advice, and with corrupt files of an unfinished run."""
 
-import gzip
 import json
 
 import pytest
 from helpers.data_prepare import prepare, prepared, refused, texts_of, tree
 
-from difftx.data import records
-from difftx.data.prepare import readers
-from difftx.data.prepare.readers import Document, Fields, sources_of, validation_start
-from difftx.data.records import read_records
+from difftx.data.prepare.readers import Fields, validation_start
 from difftx.data.store import open_store
-from difftx.errors import UserError
 
 FIELDS = Fields("text", None)
 
@@ -91,24 +86,3 @@ def test_a_corrupt_journal_of_an_unfinished_run_is_named(tmp_path):
     (tmp_path / "out/.prepare/job.json").write_bytes(b"")
     line = refused(tmp_path / "out", f"--input={tmp_path}/a.jsonl")
     assert f"{tmp_path}/out/.prepare/job.json: corrupt; choose another --out, or delete" in line
-
-
-def test_documents_beyond_the_limit_are_named_and_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_DOCUMENT_BYTES", 1000)
-    fits = json.dumps({"text": "x" * (1000 - len('{"text": ""}'))}).encode()
-    for unit_bytes in (10, 1000):
-        monkeypatch.setattr(readers, "UNIT_BYTES", unit_bytes)
-        with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
-            file.write(b"\n".join([fits, fits, fits[:-2] + b'y"}', fits]))
-        [source] = sources_of(str(tmp_path / "a.jsonl.gz"), valid=False, first_index=0)
-        *good, problem = [d for unit in source.units(FIELDS) for d in unit.content.documents(FIELDS)]
-        assert [len(d.text) for d in good if isinstance(d, Document)] == [len(fits) - 12] * 2
-        assert str(problem).startswith(f"{tmp_path}/a.jsonl.gz: line 3 is longer than the ")
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz: line 3 is longer than"):
-        list(read_records(tmp_path / "a.jsonl.gz", field="--prompts", what="prompts"))
-    for length, fits_in in ((1000, True), (1001, False)):
-        (tmp_path / "b.txt").write_bytes(b"z" * length)
-        [source] = sources_of(str(tmp_path / "b.txt"), valid=False, first_index=0)
-        [found] = [d for unit in source.units(FIELDS) for d in unit.content.documents(FIELDS)]
-        assert isinstance(found, Document) == fits_in
-        assert fits_in or "b.txt: the file is longer than" in str(found)

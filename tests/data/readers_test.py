@@ -249,25 +249,6 @@ def test_parquet_is_read_in_units_that_contain_every_row_once(tmp_path, monkeypa
     assert "not readable as Parquet" in str(problem)
 
 
-def test_text_of_parquet_that_is_not_utf8_is_named(tmp_path):
-    """Spark writes such text. pyarrow reads it, and raises an error when it makes a Python string of it."""
-    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
-    parquet = pytest.importorskip("pyarrow.parquet")
-
-    def strings(*values):
-        binary = pyarrow.array(values, pyarrow.binary())
-        return pyarrow.Array.from_buffers(pyarrow.string(), len(values), binary.buffers())
-
-    table = pyarrow.table({"text": strings(b"a", b"caf\xe9", b"c", b"d"), "id": strings(b"1", b"2", b"\xff", b"4")})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    first, *problems, last = read(tmp_path)
-    assert (first.text, last.text) == ("a", "d")
-    assert list(map(str, problems)) == [
-        f"{tmp_path}/a.parquet: row 1: field 'text': byte 3 is not UTF-8",
-        f"{tmp_path}/a.parquet: row 2: field 'id': byte 0 is not UTF-8",
-    ]
-
-
 def test_a_reader_of_an_extension_may_find_text_that_is_not_utf8(tmp_path, monkeypatch):
     """A reader as in docs/extend.md."""
 

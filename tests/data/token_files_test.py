@@ -10,12 +10,10 @@ import pytest
 from helpers.data_prepare import prepared, refused, tree
 from helpers.tokenizer_files import FAMILIES, prefixed_bytes_folder, random_strings
 
-from difftx.data import records
-from difftx.data.prepare import readers
+from difftx.data.prepare import readers, token_files
 from difftx.data.prepare.readers import Fields, sources_of
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizers import load_tokenizer
-from difftx.errors import UserError
 
 FLAGS = ["--valid_fraction=0.2", "--shard_tokens=3000"]
 
@@ -149,15 +147,14 @@ def test_bad_documents_can_be_left_out(tmp_path):
 
 
 def test_a_document_longer_than_the_limit_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(token_files, "MAX_DOCUMENT_IDS", 250)
     monkeypatch.setattr(readers, "UNIT_BYTES", 100)
     write_npy(tmp_path, [[97] * 200 + [256], [97] * 900], "uint16")
     [source] = sources_of(f"{tmp_path}/a.npy", valid=False, first_index=0)
     source = readers.dataclasses.replace(source, end_of_text=256)
     first, last = source.units(Fields("text", None))
     assert len(first.content.ids) == 201
-    assert isinstance(last.content.files[0][1], UserError)
-    assert "the document at id 201 is longer than" in str(last.content.files[0][1])
+    assert "the document at id 201 has no end-of-text token, 256, in 250 ids" in str(last.content.files[0][1])
 
 
 def npy(array):

@@ -224,7 +224,7 @@ class Source:
             yield from read(self, fields, position)
         except records.READ_ERRORS as error:  # The documents before it are kept, and the last chunk is the error.
             yield unreadable(self.files[0], records.why_unreadable(self.files[0], error))
-        except UnicodeDecodeError as error:  # From `datasets`, or from a reader of an extension.
+        except UnicodeDecodeError as error:  # From pyarrow, `datasets` or a reader of an extension.
             yield unreadable(self.files[0], f"{self.files[0]}: the file has text that is not UTF-8 ({error.reason})")
 
 
@@ -297,15 +297,7 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(source.unit_bytes):
-            last = data.rfind(b"\n") + 1  # Start of the last line.
-            data += stream.readline(records.MAX_DOCUMENT_BYTES - (len(data) - last) + 1)
-            if len(data) - last > records.MAX_DOCUMENT_BYTES and not data.endswith(b"\n"):
-                whole = Lines(file, position, data[:last])
-                name = whole.line_name(data.count(b"\n", 0, last))
-                if whole.data:
-                    yield whole, position + last, stored.tell() - before
-                yield unreadable(file, f"{name} {records.TOO_LONG}; the lines after it are not read")
-                return
+            data += stream.readline()  # The rest of the last line.
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
             position, before = end, before + read
@@ -318,8 +310,7 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
     def read(file: InputFile) -> bytes | OSError:
         try:
             with open_file(file) as stream:
-                # Compression never lengthens a text to twice its size.
-                return stream.read(2 * records.MAX_DOCUMENT_BYTES)
+                return stream.read()
         except OSError as error:
             return error
 
@@ -343,11 +334,9 @@ def _decompressed_text(file: InputFile, stored: bytes | OSError) -> bytes | User
     try:
         if isinstance(stored, OSError):
             raise stored
-        data = records.open_stream(file, io.BytesIO(stored)).read(records.MAX_DOCUMENT_BYTES + 1)
+        data = records.open_stream(file, io.BytesIO(stored)).read()
     except records.READ_ERRORS as error:
         return UserError(records.why_unreadable(file, error))
-    if len(data) > records.MAX_DOCUMENT_BYTES:
-        return UserError(f"{file}: the file {records.TOO_LONG}")
     return data or UserError(f"{file}: the file is empty")
 
 
@@ -378,29 +367,12 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
             # Few rows at a time, because a small file may hold rows of megabytes.
             groups = range(first, table.num_row_groups)
             batches = table.iter_batches(batch_size=64, row_groups=groups, columns=fields.names)
-            rows = itertools.islice(
-                itertools.chain.from_iterable(map(_rows_of_batch, batches)), position - starts[first], None
-            )
+            every = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            rows = itertools.islice(every, position - starts[first], None)
         yield from read_rows(source, rows, position, total, fields)
     except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
         yield unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
-
-
-def _rows_of_batch(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch of pyarrow. In place of text that is not UTF-8, a row has the error of decoding it."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:  # Some writers, such as Spark, do not check text.
-        names = batch.schema.names
-        return [dict(zip(names, map(_value_or_error, row), strict=True)) for row in zip(*batch.columns, strict=True)]
-
-
-def _value_or_error(scalar: Any) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        return error
 
 
 def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
@@ -447,9 +419,6 @@ def unreadable(file: InputFile, reason: str, input_bytes: int = 0) -> Chunk:
 
 
 def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Found:
-    for field in fields.names:
-        if isinstance(error := record.get(field), UnicodeDecodeError):
-            return UserError(f"{name_of_record()}: field {field!r}: byte {error.start} is not UTF-8")
     flags = {fields.text: "--text_field", fields.prompt: "--prompt_field"}
     for field, flag in {fields.messages: "--messages_field"}.items() if fields.messages else flags.items():
         if field is None:

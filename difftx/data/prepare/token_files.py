@@ -21,6 +21,7 @@ INDEX_MAGIC, INDEX_HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 # numpy evaluates the header of an .npy file as an expression of Python.
 HEADER_ERRORS = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError)
+MAX_DOCUMENT_IDS = 2**28
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -72,9 +73,10 @@ def read_tokens(source: Source, fields: Fields, position: int) -> Iterator[Chunk
                 named = slice(*np.searchsorted(all_ends, (position, stop), side="right"))
                 ends = np.union1d(np.flatnonzero(ids == source.end_of_text) + 1, all_ends[named] - position)
                 if not len(ends):
-                    if 4 * length >= records.MAX_DOCUMENT_BYTES:
-                        raise UserError(f"{file}: the document at id {position} {records.TOO_LONG}")
-                    length = min(2 * length, records.MAX_DOCUMENT_BYTES // 4)
+                    if length >= MAX_DOCUMENT_IDS:
+                        why = f"no end-of-text token, {source.end_of_text}, in {length:,} ids; check --tokenizer"
+                        raise UserError(f"{file}: the document at id {position} has {why}")
+                    length = min(2 * length, MAX_DOCUMENT_IDS)
                     continue
                 count, length = int(ends[-1]), usual
                 yield Tokens(file, position, ids[:count], ends), position + count, count * dtype.itemsize
