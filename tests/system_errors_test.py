@@ -71,8 +71,8 @@ def bad_folders(place):
         place / "read_only" / "new" / "run": "Permission denied",
         place / "closed" / "new": "Permission denied",
         place / "broken": "Broken symbolic link",
-        place / "loop" / "run": "symbolic links; remove the symbolic link",
-        place / ("n" * 300): "File name too long; use a shorter path",
+        place / "loop" / "run": "symbolic links; use another path",
+        place / ("n" * 300): "File name too long; use another path",
         "/sys/difftx": "/sys",
         "/proc/difftx/run": "/proc: No file can be created there",
     }

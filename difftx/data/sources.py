@@ -149,7 +149,6 @@ def pack(store: TokenStore, config: DataConfig) -> PackedRows:
         sequence_length=config.sequence_length,
         packing=config.packing,
         document_mask=config.document_mask,
-        cache_path=config.cache_path,
     )
 
 

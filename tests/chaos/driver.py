@@ -31,7 +31,6 @@ from helpers.unreadable import failing_reads, setpriv_prefix
 from chaos import disk, records
 from chaos.plan import (
     CONFIGS,
-    INDEX,
     KEEP,
     STARTS,
     UNREADABLE,
@@ -105,10 +104,7 @@ def impossible_faults() -> dict[str, str]:
 
 
 def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
-    """Return the arguments of `Processes` for one layout, with bad batches and a mistake in difftx, if any.
-
-    The packing index of the run lies in `folder`.
-    """
+    """Return the arguments of `Processes` for one layout, with bad batches and a mistake in difftx, if any."""
     altered = [ALTERED, f"--nan={','.join(map(str, nan))}", *([f"--mistake={mistake}"] if mistake else [])]
     return {
         "count": layout.processes,
@@ -398,8 +394,6 @@ class Run:
             outcome = self._hide(what)
         elif what == CONFIGS:
             outcome = self._start_with_different_configs()
-        elif what == INDEX:
-            outcome = self._truncate_index()
         else:
             outcome = self._corrupt_record(name) if name != what else self._corrupt_checkpoints(what)
         if outcome is not None:
@@ -487,21 +481,6 @@ class Run:
         self._start(own_flags={1: ["--config.optimizer.learning_rate=0.5"]})
         self._refused("optimizer.learning_rate")
         return "exit 2, same configs, resumed"
-
-    def _truncate_index(self) -> str | None:
-        """Truncate the cached packing index, as a full disk or a copy may. The rows must stay the same."""
-        indices = [path for path in (self._folder / "cache").rglob("*") if path.is_file()]
-        if not indices:
-            return None
-        path = self._random.choice(sorted(indices))
-        size = self._random.randrange(path.stat().st_size)
-        os.truncate(path, size)
-        print(f"{self.plan.name}: {INDEX}: {path.name} to {size} bytes", flush=True)
-        self._start()
-        if not self._wait(lambda: "attempt " in self._log()):
-            assert self._codes() == [DONE] * len(self._processes.running), f"after {INDEX}: {self._logs()}"
-        self._check_start()
-        return "resumed"
 
     def _refused(self, why: str, code: int = BAD_INPUT) -> None:
         """Assert that the start ends with the exit code and a one-line error that contains `why`."""

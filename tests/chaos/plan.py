@@ -82,12 +82,11 @@ CORRUPTIONS = (
 UNREADABLE_BY_MODE = ("unreadable file", "unreadable manifests")
 UNREADABLE_BY_ERROR = ("EIO while reading", "ESTALE while opening")
 UNREADABLE = (*UNREADABLE_BY_MODE, *UNREADABLE_BY_ERROR)
-INDEX = "truncated packing index"
 CONFIGS = "processes of different configs"
 HARMLESS = ("leftover of a save", "empty step folder", "leftover of a removal")
 # Corruptions that are dealt first, so that the 40 faults of CI include all of them.
 FIRST = {
-    "one": ("unreadable file", "EIO while reading", INDEX),
+    "one": ("unreadable file", "EIO while reading"),
     "two": ("unreadable manifests", "ESTALE while opening", CONFIGS),
     "nan": ("symlinked step",),
 }
@@ -112,8 +111,8 @@ def make_plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
         ]
         return Plan(name, ONE, f"{seed} {number}", tuple(episodes), small_disk=lies)
     layout, interruptions, corruptions, count = {
-        "one": (ONE, INTERRUPTIONS_OF_ONE, (*CORRUPTIONS, *UNREADABLE, INDEX), 4),
-        "two": (TWO, INTERRUPTIONS_OF_TWO, (*CORRUPTIONS, *UNREADABLE, INDEX, CONFIGS), 3),
+        "one": (ONE, INTERRUPTIONS_OF_ONE, (*CORRUPTIONS, *UNREADABLE), 4),
+        "two": (TWO, INTERRUPTIONS_OF_TWO, (*CORRUPTIONS, *UNREADABLE, CONFIGS), 3),
         "nan": (ONE, ("SIGTERM", "SIGKILL"), (*HARMLESS, "symlinked step"), 3),
     }[kind]
     # The texts "interruptions" and "corruptions" seed the decks. With others, a recorded seed would give another plan.

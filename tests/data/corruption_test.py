@@ -97,7 +97,7 @@ def test_ids_of_a_user_defined_source_are_checked(mesh_of, value, dtype):
 def test_id_beyond_int32_is_reported_as_stored(mesh_of, tmp_path):
     tokens = np.where(np.arange(41) == 20, 4_000_000_000, 7).astype(np.uint32)
     store = TokenStore(tokens, np.array([0, 41], np.uint64))
-    rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False, cache_path=str(tmp_path))
+    rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False)
     with pytest.raises(UserError, match=r"4000000000 as uint32"):
         list(ordered_batches(rows, batch_rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
 

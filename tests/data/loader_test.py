@@ -21,10 +21,8 @@ LENGTH, ROWS = 8, 8
 STORE = TokenStore(np.arange(50 * LENGTH + 3, dtype=np.uint16), np.array([0, 50 * LENGTH + 3], np.uint64))
 
 
-def rows_of(store, packing="concat", document_mask=False, cache="unused"):
-    return PackedRows(
-        store, sequence_length=LENGTH, packing=packing, document_mask=document_mask, cache_path=str(cache)
-    )
+def rows_of(store, packing="concat", document_mask=False):
+    return PackedRows(store, sequence_length=LENGTH, packing=packing, document_mask=document_mask)
 
 
 def examples_of(rows, seed=1):
@@ -78,14 +76,14 @@ def test_restored_loader_continues_with_another_batch_size(mesh_of):
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
+def mixed():
     """Return a mixture of two sources of packed rows with document masks. Its weights change at block 1."""
     rng = np.random.default_rng(0)
     sources = []
     for source in range(2):
         offsets = np.cumsum([0, *rng.integers(1, 20, 60)]).astype(np.uint64)
         store = TokenStore((np.arange(offsets[-1]) + 10_000 * source).astype(np.uint32), offsets)
-        rows = rows_of(store, ("concat", "best_fit")[source], document_mask=True, cache=tmp_path_factory.mktemp("c"))
+        rows = rows_of(store, ("concat", "best_fit")[source], document_mask=True)
         sources.append(examples_of(rows, seed=source))
     return Mixture(sources, [(0, (1.0, 2.0)), (1, (1.0, 0.0))], seed=5)
 

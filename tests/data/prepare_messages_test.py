@@ -66,7 +66,7 @@ def test_only_messages_of_the_assistant_count_in_the_loss(tmp_path, family):
             # The tokens before each answer are those of its prompt in generation.
             text = encoding.chat_template.render(first[: 2 + 2 * turn], add_generation_prompt=True)
             assert tokens[document:start] == encoding.encode_chat(text)
-    rows = PackedRows(store, sequence_length=128, packing="best_fit", document_mask=True, cache_path=str(tmp_path))
+    rows = PackedRows(store, sequence_length=128, packing="best_fit", document_mask=True)
     total = sum(row["loss_mask"].sum() for row in map(rows.__getitem__, range(len(rows))))
     assert total == sum(stop - start for start, stop in ranges)
     meta = read_meta(tmp_path / "store")
