@@ -12,7 +12,6 @@ from difftx.config.build import config_from_dict, override
 from difftx.config.recipes import default_config, load_config
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
-from difftx.launch.grid import make_points
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of
 from difftx.model.matching import match, matching_warning
@@ -283,20 +282,6 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share(tmp_path, recipe, text, steps
     config = load_config(str(path), changes)
     assert config.warmup_steps == steps
     assert config_from_dict(json.loads(config.to_json())) == config
-
-
-def test_the_path_of_a_recipe_may_have_colons(tmp_path):
-    recipe = "def get_config(arg='none'):\n    c = quickstart.get_config()\n    c.data.path = arg\n    return c\n"
-    path = tmp_path / "a:b" / "rec.py"
-    path.parent.mkdir()
-    path.write_text(f"from difftx.configs import quickstart\n\nARG = '{{part}}'\n\n{recipe}")
-    for argument in ("none", "x", "x:y", "/x.py:y.py"):
-        spec = f"{path}:{argument}" if argument != "none" else str(path)
-        assert load_config(spec, {}).data.path == argument
-    with pytest.raises(UserError, match=r"no file .*a:b/rek.py.*Did you mean .*a:b/rec.py"):
-        load_config(f"{path.parent}/rek.py:x", {})
-    (point,) = make_points(str(path), {"part": ["x"]}, {})
-    assert (point.spec, point.config.data.path) == (f"{path}:x", "x")
 
 
 def test_missing_fields_take_the_defaults_of_the_schema():

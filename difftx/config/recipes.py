@@ -5,7 +5,6 @@ The recipes of difftx are in the package `difftx.configs`, the folder configs/. 
 
 import importlib
 import pkgutil
-import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,11 +53,9 @@ def load_config(spec: str, overrides: Mapping[str, Any]) -> Config:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Return the name or file of a recipe, and its argument or "". The path of a file may have colons."""
-    first, file = spec.partition(":")[0], re.match(r"(.+?\.py)(:|$)", spec)
-    # An argument may be the path of a file too, if the recipe is one of difftx.
-    recipe = file[1] if file and (Path(file[1]).is_file() or first not in recipe_names()) else first
-    return recipe, spec[len(recipe) + 1 :]
+    """Return the name or file of a recipe, and its argument or ""."""
+    recipe, _, argument = spec.partition(":")
+    return recipe, argument
 
 
 def argument_of(path: str) -> str | None:

@@ -66,10 +66,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one if there is no such file."""
-    content = read_json(path) if path.is_file() else {}
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected an object with settings of a tokenizer")
-    return content
+    return read_json(path) if path.is_file() else {}
 
 
 class FileTokenizer(Tokenizer):
