@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from difftx.data.chat_template import ChatTemplate, Message
 
 BYTES = "bytes"
-MAX_ID = 2**24 - 1  # Maximum id in a .tiktoken file, because an embedding has a row for every id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
 PART_CHARACTERS = 2**18  # Length of the parts in which a text is encoded that tiktoken cannot encode as a whole.
 
@@ -147,8 +146,6 @@ def encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise UserError(f"{where}: line {number} is not a token in base64 and its id ({error})") from error
-    if (largest := max(ranks.values(), default=0)) > MAX_ID:
-        raise UserError(f"{where}: id {largest} is more than {MAX_ID}, the largest that is read")
     if len(set(ranks.values())) != len(ranks) or min(ranks.values(), default=0) < 0:
         raise UserError(f"{where}: two tokens have one id, or an id is negative")
     if missing := [value for value in range(256) if bytes([value]) not in ranks]:

@@ -196,10 +196,13 @@ class SentencePieceTokenizer(FileTokenizer):
             self._model = library.SentencePieceProcessor(model_proto=content)
         except Exception as error:  # Errors of protobuf and of the library, of several types.
             raise UserError(f"{field}: not a SentencePiece model ({error})") from error
-        trainer, normal = description.trainer_spec, type(description.normalizer_spec)()
-        normal.CopyFrom(description.normalizer_spec)
+        trainer, normal = description.trainer_spec, description.normalizer_spec
+        # LlamaTokenizer does not read these options of the model, and merges as BPE does.
+        options = (normal.name, normal.add_dummy_prefix, normal.remove_extra_whitespaces, normal.escape_whitespaces)
+        is_bpe = trainer.model_type == trainer.BPE and trainer.byte_fallback and not trainer.treat_whitespace_as_suffix
+        self.transformers_class = "LlamaTokenizer" if is_bpe and options == ("identity", True, False, True) else None
         # Text that continues another one has no leading space unless it begins with one, which is then kept.
-        description.normalizer_spec.add_dummy_prefix = description.normalizer_spec.remove_extra_whitespaces = False
+        normal.add_dummy_prefix = normal.remove_extra_whitespaces = False
         self._continuing = library.SentencePieceProcessor(model_proto=description.SerializeToString())
         ids = range(self._model.get_piece_size())
         pieces = [self._model.id_to_piece(id_) for id_ in ids]
@@ -217,10 +220,6 @@ class SentencePieceTokenizer(FileTokenizer):
         if settings.get("add_bos_token"):
             self.prefix = (vocabulary[_content(settings["bos_token"])],)
         self._content = content
-        # LlamaTokenizer does not read these options of the model, and merges as BPE does.
-        options = (normal.name, normal.add_dummy_prefix, normal.remove_extra_whitespaces, normal.escape_whitespaces)
-        is_bpe = trainer.model_type == trainer.BPE and trainer.byte_fallback and not trainer.treat_whitespace_as_suffix
-        self.transformers_class = "LlamaTokenizer" if is_bpe and options == ("identity", True, False, True) else None
 
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
         return (self._continuing if continues else self._model).encode(text)

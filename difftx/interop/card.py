@@ -1,7 +1,6 @@
 """The model card and the generation config of an exported model folder."""
 
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,7 @@ SERVING = {
 }  # Other classes are servable.
 
 
-def write_card(
-    folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, files: Path, command: Sequence[str]
-) -> None:
+def write_card(folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, files: Path) -> None:
     """Write the model card of an export. `name` is the final name of `folder`, and `settings` is its config.json.
 
     `files` has the small files of the run.
@@ -65,9 +62,7 @@ def write_card(
         "## Data",
         "The signature of the training data, which also identifies the tokenizer:",
         _code("json", json.dumps(checkpoint.data, indent=2)),
-        "## Command",
-        "This command made the folder:",
-        _code("bash", shlex.join(command)),
+        "## Config",
         "The config of the training:",
         _code("json", config.to_json().strip()),
     ]

@@ -14,9 +14,8 @@ from helpers.command_server import commands
 from helpers.data_loaders import loader_of, sharding_on
 
 from difftx.data.loader import ordered_batches
-from difftx.data.packing import PackedRows
 from difftx.data.sources import load_sources
-from difftx.data.store import TokenStore, open_store
+from difftx.data.store import open_store
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 
@@ -92,14 +91,6 @@ def test_ids_of_a_user_defined_source_are_checked(mesh_of, value, dtype):
     next(loader)
     with pytest.raises(UserError, match=rf"example 11: targets\[3\] is id {value}"):
         next(loader)
-
-
-def test_id_beyond_int32_is_reported_as_stored(mesh_of, tmp_path):
-    tokens = np.where(np.arange(41) == 20, 4_000_000_000, 7).astype(np.uint32)
-    store = TokenStore(tokens, np.array([0, 41], np.uint64))
-    rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False)
-    with pytest.raises(UserError, match=r"4000000000 as uint32"):
-        list(ordered_batches(rows, batch_rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
 
 
 @pytest.mark.parametrize(

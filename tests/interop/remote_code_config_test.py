@@ -72,7 +72,6 @@ def test_the_model_card_has_the_numbers_of_its_checkpoint(config, mesh_of, tmp_p
     assert "| loss: value | 1.2500 |" in card
     assert "0.75" not in card.split("## Data")[0]
     assert manifest["loader"]["signature"]["tokenizer"] in card
-    assert f"difftx convert --from=difftx --to=hf --input={workdir} --out={out} --step=0" in card
     assert lm.config.to_json().strip() in card
     generation = json.loads((out / "generation_config.json").read_text())
     unused = list(range(257, lm.config.model.vocab_size))

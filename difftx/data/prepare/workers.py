@@ -25,12 +25,9 @@ class Workers(contextlib.AbstractContextManager):
     """A pool of local processes. On exit, it waits for the running tasks and cancels the other tasks."""
 
     def __init__(self, job: Job):
-        """Start `job.workers` processes, which load the tokenizer while this process does the same."""
         self._job = job
         context = multiprocessing.get_context("spawn")
         self._pool = concurrent.futures.ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
-        for _ in range(job.workers):
-            self._pool.submit(_load_tokenizer, job)
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -101,12 +98,6 @@ class Workers(contextlib.AbstractContextManager):
             raise UserError(
                 "a worker process was killed, out of memory perhaps; run the same command with fewer --workers"
             ) from error
-
-
-def _load_tokenizer(job: Job) -> None:
-    # The parent process reports the error of a tokenizer that cannot be loaded.
-    with contextlib.suppress(UserError):
-        _ = job.loaded_tokenizer
 
 
 def _start_worker() -> None:
