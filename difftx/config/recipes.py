@@ -87,9 +87,6 @@ def _import_recipe(text: str) -> types.ModuleType:
     if path.suffix != ".py":
         raise UserError(f"--config={text}: its name must end in .py (a recipe) or .json (a config)")
     if not path.is_file():
-        near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        hint = did_you_mean(text, near) if near else ""
-        if path.stem in names:
-            hint = f" The recipe of difftx is --config={path.stem}."
+        hint = f" The recipe of difftx is --config={path.stem}." if path.stem in names else ""
         raise UserError(f"--config={text}: no file {text!r}.{hint}")
     return import_file(path, "--config")

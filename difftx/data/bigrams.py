@@ -105,9 +105,8 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
     if header is None or header.get("format") != FORMAT:
         raise UserError(f"{where}: not an intact file of bigrams; count them with `difftx data bigrams`")
     found, expected = path.stat(), len(line) + 16 * header["bigrams"]
-    if found.st_size != expected:
-        raise UserError(f"{where}: {found.st_size} bytes, its header says {expected}; count the bigrams again")
-    if _sha256_of_arrays(path, len(line), found.st_size, found.st_mtime_ns) != header["arrays_sha256"]:
+    arrays = (path, len(line), found.st_size, found.st_mtime_ns)
+    if found.st_size != expected or _sha256_of_arrays(*arrays) != header["arrays_sha256"]:
         raise UserError(f"{where}: the counts are corrupt; count the bigrams again")
     if (counted_with := header["tokenizer"]["vocabulary_sha256"]) != vocabulary_sha256:
         raise UserError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from difftx.config.fields import flat, values_of
 from difftx.data.tokenizer import Tokenizer
-from difftx.errors import UserError, printable
+from difftx.errors import printable
 from difftx.files import write_atomically
 from difftx.interop.fields import function_fields
 from difftx.interop.remote_code_config import EAGER, MODELING
@@ -82,12 +82,8 @@ def _losses(checkpoint: Checkpoint, files: Path, step: int, row: dict[str, Any])
     """Return the training loss in `row`, and the numbers of all suites whose results are of these weights."""
     found: list[tuple[str, Any]] = [("training loss", row.get("loss"))] if checkpoint.part == "params" else []
     for path in sorted(files.glob(f"evals/*/{step}*.json")):
-        try:
-            result = read_json(path)
-        except UserError:
-            continue
-        if isinstance(result, dict) and result.get("weights") == checkpoint.weights:
-            found += [(f"{path.parent.name}: {name}", number) for name, number in result.get("numbers", {}).items()]
+        if (result := read_json(path))["weights"] == checkpoint.weights:
+            found += [(f"{path.parent.name}: {name}", number) for name, number in result["numbers"].items()]
     return [(name, f"{number:.4f}") for name, number in found if isinstance(number, int | float)]
 
 

@@ -102,7 +102,7 @@ def test_mistakes_of_the_command(prepared, tmp_path, flags, message):
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda raw: raw[:-1], "bytes, its header says"),
+        (lambda raw: raw[:-1], "the counts are corrupt; count"),
         (lambda raw: b"", "not an intact file of bigrams"),
         (lambda raw: b'{"format": 1}\n', "not an intact file of bigrams"),
         (lambda raw: raw.replace(b'"min_count": 1', b'"min_count": 3'), "not an intact file of bigrams"),

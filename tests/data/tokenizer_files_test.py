@@ -261,8 +261,6 @@ def test_conversations_without_a_target_are_refused(messages, message):
         ("{{ messages.__class__.__mro__ }}", "refuses the messages: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "refuses the messages"),
         ("{% for m in messages %}{{ messages | length }}{% endfor %}", "cannot be told from its prompt"),
-        ("{{ [1, 2] | random }}", "No filter named 'random'"),
-        ("{{ lipsum() }}", "'lipsum' is undefined"),
     ],
 )
 def test_templates_run_in_a_sandbox_and_must_extend_the_prompt(text, message):

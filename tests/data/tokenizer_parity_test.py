@@ -1,6 +1,5 @@
 """Compare tokenizers that are loaded from files with transformers' fast tokenizers, which do not need torch."""
 
-import itertools
 import json
 import random
 import re
@@ -8,7 +7,6 @@ import re
 import pytest
 from helpers.tokenizer_files import FAMILIES, SPECIAL, TEMPLATE, random_strings, sentencepiece_model, write_settings
 
-from difftx.data.chat_template import REASONING
 from difftx.data.tokenizers import load_tokenizer
 from difftx.inference.generate import TextStream
 
@@ -123,21 +121,6 @@ def test_conversations_are_rendered_as_by_transformers(family, prompt, template,
     assert text == theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=prompt)
     ids = theirs.apply_chat_template(CONVERSATION, add_generation_prompt=prompt, return_dict=False)
     assert ours.encode_chat(text) == ids
-
-
-@pytest.mark.parametrize("names", [names for n in range(4) for names in itertools.permutations(REASONING, n)])
-def test_reasoning_has_the_names_of_transformers(names, tmp_path):
-    """The order of the keys counts too, because templates may write a whole message as JSON."""
-    message = {"role": "assistant", "content": "5"} | {name: f"by {name}" for name in names}
-    conversations = [[message], [message | dict.fromkeys(names[:1])], [message | {"thinking": ""}]]
-    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
-    (folder / "chat_template.jinja").write_text(
-        "{{ messages | tojson }}{% if messages[0].thinking %}<think>{{ messages[0].thinking }}</think>{% endif %}"
-    )
-    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
-    for conversation in conversations:
-        text = ours.chat_template.render(conversation, add_generation_prompt=False)
-        assert text == theirs.apply_chat_template(conversation, tokenize=False)
 
 
 def test_sentencepiece_model_encodes_as_llama_tokenizer(tmp_path):

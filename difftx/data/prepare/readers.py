@@ -6,7 +6,6 @@ The main process reads and decompresses a unit, and a worker parses it into docu
 import bisect
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import re
@@ -307,17 +306,15 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
 
 def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     # `position` is the index of a file.
-    def read(file: InputFile) -> bytes | OSError:
+    def read(file: InputFile) -> bytes | UserError:
         try:
-            with open_file(file) as stream:
-                return stream.read()
-        except OSError as error:
-            return error
+            with records.open_stream(file) as stream:
+                return stream.read() or UserError(f"{file}: the file is empty")
+        except records.READ_ERRORS as error:
+            return UserError(records.why_unreadable(file, error))
 
     files, contents, size, start = source.files[position:], [], 0, 0
-    # Files are read ahead, but decompressed one after another, because a small file may hold a gigabyte of text.
-    for end, (file, stored) in enumerate(zip(files, map_ahead(read, files), strict=True), start=position + 1):
-        data = _decompressed_text(file, stored)
+    for end, (file, data) in enumerate(zip(files, map_ahead(read, files), strict=True), start=position + 1):
         if source.held_out is not None and isinstance(data, bytes):
             start = validation_start(data, source.held_out)
             start, data = (start, data[start:]) if source.valid else (0, data[:start])
@@ -327,17 +324,6 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         if size >= source.unit_bytes or end == len(source.files):
             yield Texts(tuple(contents), start), end, source.size * len(contents) // len(source.files)
             contents, size = [], 0
-
-
-def _decompressed_text(file: InputFile, stored: bytes | OSError) -> bytes | UserError:
-    """Return the text of a file from its bytes, or from the error of reading them."""
-    try:
-        if isinstance(stored, OSError):
-            raise stored
-        data = records.open_stream(file, io.BytesIO(stored)).read()
-    except records.READ_ERRORS as error:
-        return UserError(records.why_unreadable(file, error))
-    return data or UserError(f"{file}: the file is empty")
 
 
 def validation_start(text: bytes, share: float) -> int:
