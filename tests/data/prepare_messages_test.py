@@ -172,13 +172,3 @@ def test_the_date_of_a_template_is_an_option_of_the_store(tmp_path):
 def test_invalid_conversations_and_flags_are_rejected(tmp_path, record, flags, message):
     folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
     assert message in refused(tmp_path / "store", *flags_of(tmp_path, folder, [record]), *flags)
-
-
-def test_invalid_conversations_are_skipped_and_named(tmp_path):
-    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
-    records = [{"messages": None}, CONVERSATIONS[0], {"messages": 3}]
-    store = store_of(tmp_path, folder, records, "--on_error=skip")
-    assert len(store.offsets) - 1 == 1
-    named = (tmp_path / "store" / "skipped.txt").read_text().splitlines()
-    assert [line.partition("chats.jsonl: ")[2].partition(":")[0] for line in named] == ["line 1", "line 3"]
-    assert all("messages: not a list of at least one message" in line for line in named)

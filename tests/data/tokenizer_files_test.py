@@ -40,8 +40,10 @@ def edited(folder, name, change):
     (folder / name).write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-@pytest.mark.parametrize(("normalization", "byte_fallback"), [("identity", True), ("nmt_nfkc", True), ("nfkc", False)])
+@pytest.mark.parametrize(
+    ("model_type", "normalization", "byte_fallback"),
+    [("bpe", "identity", True), ("unigram", "nmt_nfkc", True), ("bpe", "nfkc", False)],
+)
 def test_a_sentencepiece_model_is_read_as_the_library_reads_it(tmp_path, model_type, normalization, byte_fallback):
     options = {"normalization": normalization, "byte_fallback": byte_fallback}
     path = sentencepiece_model(tmp_path / "own.model", model_type, **options)
