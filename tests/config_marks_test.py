@@ -47,15 +47,6 @@ def test_each_leaf_of_the_schema_has_one_effect():
     assert all(len([mark for mark in found if isinstance(mark, Effect)]) == 1 for found in MARKS.values())
 
 
-def test_the_fields_of_some_groups_affect_the_same():
-    effects = {Effect.TRAINING: ("optimizer", "guards"), Effect.ROUNDING: ("mesh",)}
-    effects |= {Effect.NOTHING: ("multihost", "logging")}
-    for effect, groups in effects.items():
-        assert {
-            name for name, found in MARKS.items() if name.partition(".")[0] in groups and effect not in found
-        } == set()
-
-
 @pytest.mark.parametrize(
     ("field", "value", "is_neutral", "is_safe"),
     [

@@ -66,19 +66,6 @@ def run(tmp_path):
     return run
 
 
-def test_the_simulation_of_macos(run):
-    code = """
-import ctypes, os, pathlib, sys
-assert not pathlib.Path("/proc/cpuinfo").exists()
-assert not hasattr(ctypes.CDLL(None), "prctl") and not hasattr(os, "sched_getaffinity")
-try:
-    open("/sys/kernel/mm/transparent_hugepage/enabled")
-except FileNotFoundError:
-    print(sys.platform)
-"""
-    assert run("-c", code) == "darwin\n"
-
-
 @pytest.mark.long
 def test_a_model_trains_and_is_evaluated(run, tmp_path):
     text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "run"

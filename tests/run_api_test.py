@@ -162,19 +162,13 @@ def test_mistakes_are_one_line(run, folder, tmp_path):
         (train(hidden_size=3), "hidden_size: no such field. Did you mean 'model.d_model'?"),
         (train(model={"d_modle": 3}), "model.d_modle: no such field. Did you mean 'd_model'?"),
         (train(steps="many"), "train.steps='many': expected an integer"),
-        (train(steps=2.5), "train.steps=2.5: expected an integer"),
-        (train(model=3), "model=3: expected a group of fields"),
         (train(suites=["lose"]), "'lose': no such suite. Did you mean 'loss'?"),
-        (lambda: difftx.train("quickstrat", tmp_path / "run"), "no such recipe. Did you mean 'quickstart'?"),
         (lambda: difftx.load(tmp_path / "none"), "no config.json there, so it is not a run"),
-        (lambda: difftx.load(run.workdir, step=5), "5"),
         (lambda: difftx.load(run.workdir, extensions="own.py"), "extensions='own.py' is one path; give a list, such"),
-        (lambda: difftx.evaluate(run, "lose"), "lose"),
         (lambda: difftx.evaluate(run, "loss", lost_tokens=3), "eval.lost_tokens: no such field. Did you mean"),
         (lambda: run.logprobs(TEXT), "is one text; give a list, such as [text]"),
         (lambda: run.generate(TEXT, stop="\n\n"), r"stop='\n\n' is one string; give a list, such as ['\n\n']"),
         (lambda: run.logprobs(["x"]), "the text has 1 tokens; give it 2 to data.sequence_length + 1=33"),
-        (lambda: run.logprobs(["x" * 34]), "the text has 34 tokens"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as error:
             call()
