@@ -54,11 +54,15 @@ class Workers(contextlib.AbstractContextManager):
                     if counted >= limit:
                         return
 
+        def room() -> float:
+            # A unit has at most about `unit_bytes` tokens, so all units in progress are needed.
+            return (limit - counted) / sources[-1].unit_bytes
+
         amount = operator.attrgetter("input_bytes" if most is None else "tokens")
         before = sum(amount(done) for summaries in finished.values() for done in summaries)
         text_bytes, tokens, start = 0, 0, time.monotonic()
         with Work() as work, work.task("tokenising", size, done=before, line=line) as advance:
-            for done in self._map(encode_unit, units()):
+            for done in self._map(encode_unit, units(), room):
                 text_bytes += done.text_bytes
                 tokens += done.tokens
                 counted += done.tokens * (done.source in training)
@@ -71,14 +75,22 @@ class Workers(contextlib.AbstractContextManager):
         """Write all shards, and return the entry of each for `meta.json`."""
         return list(self._map(write_shard, shards))
 
-    def _map[Task, Result](self, function: Callable[[Job, Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield the results in the order of the tasks, so that the error of the first failed task is raised."""
+    def _map[Task, Result](
+        self,
+        function: Callable[[Job, Task], Result],
+        tasks: Iterable[Task],
+        room: Callable[[], float] = lambda: math.inf,
+    ) -> Iterator[Result]:
+        """Yield the results in the order of the tasks, so that the error of the first failed task is raised.
+
+        The next task is read when fewer than `room()` tasks are in progress.
+        """
         pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
         try:
             for task in tasks:
                 pending.append(self._pool.submit(function, self._job, task))
                 # A task may hold a whole unit of text, so at most two tasks per worker are in memory.
-                if len(pending) == 2 * self._job.workers:
+                while pending and len(pending) >= min(2 * self._job.workers, room()):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
