@@ -151,8 +151,6 @@ class HallucinationConfig(Group):
                     f"{where}: question={one.question!r} with kind={one.kind!r}; name the field of the questions for "
                     "question_answering, and write null for summarisation"
                 )
-        if self.judge_model == "":
-            raise UserError("eval.hallucination.judge_model='': name a model, or write none for the offline judge")
 
 
 class JudgeConfig(Group):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from difftx.data.byte_level import BYTES_OF
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, import_extra
@@ -26,6 +25,18 @@ FILES = (TOKENIZER, MODEL, CONFIG, SPECIAL_TOKENS, TEMPLATE)
 # Keys of tokenizer_config.json that name a special token. Chat templates receive them as variables.
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 SPACE = "▁"  # U+2581, which stands for a space in the tokens of SentencePiece.
+# Byte-level BPE with cl100k_base's pattern, without possessive quantifiers: the regex engine of `tokenizers` interprets them differently.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+# As in GPT-2's files, characters from 256 on represent the bytes that are not printable Latin-1 characters.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+BYTES_OF = {character: byte for byte, character in CHARACTERS.items()}
 
 
 def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileTokenizer":
@@ -103,8 +114,7 @@ class JsonTokenizer(FileTokenizer):
     def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
         self.content, self._settings, self._field = read_json(path), settings, field
         self._library = import_extra("tokenizers", EXTRA)
-        self._coders: dict[tuple[bool, bool], Any] = {}
-        self._plain = self._coder(chat=True, continues=False)
+        self._plain = self._build(self.content)
         super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
         encoded = self._plain.encode("a")
         length = [*encoded.special_tokens_mask, 0].index(0)  # Of the special tokens in front of every text.
@@ -134,15 +144,13 @@ class JsonTokenizer(FileTokenizer):
         return json_sha256([self.content, added, self.eot_token])
 
     def _encode(self, text: str, *, chat: bool, continues: bool) -> list[int]:
-        return self._coder(chat=chat, continues=continues).encode(text, add_special_tokens=False).ids
+        coder = self._continuing if continues else self._plain
+        coder.encode_special_tokens = not chat  # Only in a chat do the names of special tokens have a meaning.
+        return coder.encode(text, add_special_tokens=False).ids
 
-    def _coder(self, *, chat: bool, continues: bool) -> Any:
-        """Return the library's tokenizer. Only for a chat do the names of special tokens in the text have a meaning."""
-        if (chat, continues) not in self._coders:
-            coder = self._build(_without_leading_space(self.content) if continues else self.content)
-            coder.encode_special_tokens = not chat
-            self._coders[chat, continues] = coder
-        return self._coders[chat, continues]
+    @functools.cached_property
+    def _continuing(self) -> Any:
+        return self._build(_without_leading_space(self.content))
 
     def _build(self, raw: dict[str, Any]) -> Any:
         """Return the library's tokenizer of a tokenizer.json, with the added tokens of the settings."""

@@ -13,9 +13,17 @@ from typing import Any
 
 from difftx.config import Config
 from difftx.data import tokenizer_files
-from difftx.data.byte_level import BYTE_LEVEL, CHARACTERS, SPLIT
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer
-from difftx.data.tokenizer_files import CONFIG, MODEL, TOKENIZER, FileTokenizer, JsonTokenizer
+from difftx.data.tokenizer_files import (
+    BYTE_LEVEL,
+    CHARACTERS,
+    CONFIG,
+    MODEL,
+    SPLIT,
+    TOKENIZER,
+    FileTokenizer,
+    JsonTokenizer,
+)
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.files import write_atomically

@@ -24,7 +24,6 @@ def entries(make, *changes):
         ("attention.layers", "1,1", r"eval.attention.layers=\(1, 1\): the entries must differ"),
         ("attention.queries", "5", "eval.attention.queries=5 must lie in 1 … needles=2"),
         ("attention.l0_share", "1.5", "eval.attention.l0_share=1.5 must be at least 0 and less than 1"),
-        ("hallucination.judge_model", "", "name a model"),
         ("hallucination.sets", entries(set_of, {}, {}), "2 sets are named 'qa'"),
         (
             "hallucination.sets",
