@@ -25,7 +25,7 @@ FILES = (TOKENIZER, MODEL, CONFIG, SPECIAL_TOKENS, TEMPLATE)
 # Keys of tokenizer_config.json that name a special token. Chat templates receive them as variables.
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 SPACE = "▁"  # U+2581, which stands for a space in the tokens of SentencePiece.
-# Byte-level BPE with cl100k_base's pattern, without possessive quantifiers: the regex engine of `tokenizers` interprets them differently.
+# cl100k_base's pattern, without possessive quantifiers: the regex engine of `tokenizers` interprets them differently.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
