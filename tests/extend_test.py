@@ -192,17 +192,14 @@ def test_the_other_attention_variants_equal_their_formulas(page_folder):
     assert "13 passed" in ended.stdout
 
 
-METHOD = "    def weight_argument(self, constants, x_BTD):"
 WRONG = [  # Text of the page's file, what is in its place, and the line and error of the message.
     ("return jax", "return 1 / 0 * jax", "25: ZeroDivisionError: division by zero"),
     ("layout.lambda_DH", "layout.undefined", "20: AttributeError: 'Layout' object has no attrib"),
-    (METHOD, f"{METHOD}\n        self.x_BTD = x_BTD", "24: TraceContextError: Cannot mutate "),
     ("self.bias_H[None, None])", "self.bias_H[None, None])[..., :1]", "11: ValueError: diff_attention requires a real"),
-    (METHOD, f"    def attention_weight_inputs(self, *_):\n        undefined\n\n{METHOD}", "24: NameE"),
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong", "message"), marked(WRONG, fast=WRONG[:2]))
+@pytest.mark.parametrize(("right", "wrong", "message"), marked(WRONG, fast=WRONG[:1]))
 @pytest.mark.parametrize("flag", marked(["--dry_run", "--workdir=runs/new"], fast=["--dry_run"]))
 def test_the_error_of_a_variant_is_named_before_the_training(page_folder, right, wrong, message, flag):
     assert FILES["token_lambda.py"].count(right) == 1
@@ -227,30 +224,14 @@ def test_the_suites_of_the_page_give_their_numbers(page_folder):
     assert "skipped" not in run(page_folder, other)
     result = json.loads((page_folder / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())
     assert 0.5 < result["numbers"]["share"] <= 1  # Nearly all tokens have a probability of more than a thousandth.
-    (page_folder / "confident.py").write_text(FILES["confident.py"].replace("<= largest_nll", "< -1"))
-    assert "skipped" not in run(page_folder, other)
-    assert (
-        json.loads((page_folder / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())["numbers"]["share"]
-        == 0
-    )
-    (page_folder / "confident.py").write_text(FILES["confident.py"])
     run(page_folder, report)
     assert "confident" in (page_folder / "runs" / "plain" / "report.html").read_text()
-    assert "eval.confident.probability=2.0 must lie" in run(page_folder, evaluate.replace("0.9", "2"), code=2)
     error = run(page_folder, evaluate.replace("--extension=confident.py", ""), code=2)
     assert "eval.confident: no such field" in error
     assert "If a file of yours adds it, name the file with --extension=FILE.py" in error
     run(page_folder, train_with)
-    rows = [
-        json.loads(line) for line in (page_folder / "runs" / "confident" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in (page_folder / "runs/confident/metrics.jsonl").read_text().splitlines()]
     assert any(row.get("suite") == "confident" and 0 <= row["share"] <= 1 for row in rows)
-    # The evaluation uses another value, and the config of the run keeps the value of the training.
-    run(page_folder, evaluate.replace("runs/plain", "runs/confident"))
-    assert (
-        json.loads((page_folder / "runs" / "confident" / "config.json").read_text())["eval"]["confident"]["probability"]
-        == 0.5
-    )
 
 
 @pytest.mark.long
@@ -288,9 +269,6 @@ def test_a_recipe_may_register_and_a_sweep_forwards_extensions(page_folder):
     assert [Path(extension["path"]).name for extension in recorded] == ["lion.py"]
     both = ["--extension=recipe.py", "--extension=lion.py"]
     run(page_folder, "python eval.py --workdir=runs/sweep/token_lambda-namelion --suite=loss", *both)
-    run(
-        page_folder, f"{line} architecture=token_lambda,transformer optimizer.name=lion", *changes
-    )  # All runs are finished.
 
 
 @pytest.mark.long
@@ -314,31 +292,6 @@ def test_the_reader_of_the_page_gives_the_texts_of_its_file(page_folder):
     assert "holds a store of other source.extensions" in run(page_folder, line, code=2)
     without = line.replace("--extension=csv_reader.py", "")
     assert "holds a store of other source.extensions" in run(page_folder, without, code=2)
-
-
-@pytest.mark.long
-def test_a_synthetic_task_of_an_extension_is_trained(page_folder):
-    (page_folder / "reverse.py").write_text(
-        """
-import numpy as np
-
-from difftx.data.synthetic import TASKS, Task
-
-
-def make(config, row_tokens, rng):
-    half = row_tokens // 2
-    tokens = rng.integers(1, config.vocab_size, half)
-    return np.concatenate([tokens, tokens[::-1]]), np.arange(half - 1, 2 * half - 1), tokens[::-1]
-
-
-TASKS.register("reverse")(Task(make, lambda config, row_tokens: 2))
-"""
-    )
-    line = "python train.py --config=quickstart:diff --workdir=runs/task --config.data.path=synthetic:reverse"
-    small = ["--config.data.synthetic.vocab_size=130", "--config.eval.suites=loss,exact_match"]
-    assert "'reverse': no such synthetic task." in run(page_folder, line, *small, code=2)
-    run(page_folder, line, *small, "--extension=reverse.py")
-    assert (page_folder / "runs" / "task" / "checkpoints" / "6").is_dir()
 
 
 @pytest.mark.long

@@ -76,20 +76,6 @@ def test_a_model_trains_and_is_evaluated(run, tmp_path):
     assert 0 < result["numbers"]["loss"] < 6
 
 
-@pytest.mark.long
-def test_prepare_and_sweep_run(run, tmp_path):
-    text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "sweep"
-    store = f"--out={tmp_path / 'store'}"
-    run("-m", "difftx", "prepare", f"--input={text}", "--tokenizer=bytes", store, "--workers=2")
-    fields = TINY | {"data.path": str(tmp_path / "store"), "eval.suites": "", "logging.trackers": ""}
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    run("-m", "difftx", "sweep", "--config=quickstart:diff", "--grid", "seed=0", f"--out={workdir}", *flags)
-    assert json.loads((workdir / "sweep.json").read_text())["runs"][0]["state"] == "done"
-    doctor = run("-m", "difftx", "doctor", "--config=quickstart:diff", f"--workdir={tmp_path / 'new'}", *flags)
-    assert "renam" in doctor
-    run("-m", "difftx", "plan", "--config=quickstart:diff", "--topology=cpu:1", *flags)
-
-
 def test_a_sweeps_run_starts_without_prctl(run):
     """Only on Linux, tethered.py sets the parent-death signal and checks the parent, which is 0 here."""
     tethered = ROOT / "difftx" / "launch" / "tethered.py"

@@ -100,16 +100,6 @@ def test_no_two_seeds_have_an_order_in_common():
     assert len(orders) == len(seeds) * epochs
 
 
-def test_each_source_is_shuffled_and_repeated_independently():
-    rows = [Shuffled([f"{s}{i}" for i in range(n)], seed=s) for s, n in ((0, 5), (1, 9))]
-    mixed = Mixture(rows, [(0, (1.0, 3.0))], seed=0)
-    examples = sorted((mixed.locate(n)[0], mixed.locate(n)[1], mixed[n]) for n in range(BLOCK_ROWS))
-    for source, length in ((0, 5), (1, 9)):
-        names = [name for s, _, name in examples if s == source]
-        for epoch in range(len(names) // length):
-            assert len(set(names[epoch * length : (epoch + 1) * length])) == length
-
-
 @pytest.mark.parametrize("examples", [0, 1, 256, 257, 1024, 1025])
 def test_changes_of_weights_and_stages_against_the_rows(examples):
     """Compare the signatures that a resumed run compares with the rows that both mixtures read."""

@@ -61,20 +61,6 @@ PUBLISHED = {
 }
 
 
-# Suites without data of their own, and settings of a tiny run.
-SUITES = {
-    "loss": {"loss_tokens": 256},
-    "recall": {"loss_tokens": 256},
-    "attention": {"attention.needles": 1, "attention.queries": 1, "attention.samples": 1, "needle.depths": [0]},
-    "needle": {"needle.cases": [{"needles": 1, "queries": 1}], "needle.lengths": [512], "needle.samples": 1},
-    "outliers": {"outliers.tokens": 512},
-    "quantize": {"quantize.bits": [8], "loss_tokens": 256},
-    "cache": {"cache.bits": [8], "cache.shares": [0.5], "loss_tokens": 256},
-    "gradients": {"gradients.tokens": 512, "gradients.at_initialization": ["as_configured"]},
-    "sample": {},
-}
-
-
 def write(folder, settings):
     """Write a folder with random weights and the tokenizer of bytes, and return its tensors."""
     folder.mkdir()
@@ -131,16 +117,6 @@ def test_greedy_text_is_that_of_the_reference(imported, name):
     run = difftx.load(workdir)
     expected = run.tokenizer.decode(tokens[5:])
     assert run.generate(tokens[:5], new_tokens=12, temperature=0) == expected
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
-def test_all_suites_run(imported, name):
-    run = difftx.load(imported(name)[2])
-    for suite, fields in SUITES.items():
-        numbers = difftx.evaluate(run, suite, **fields)[suite]
-        assert numbers, suite
-        assert np.isfinite([*numbers.values()]).all(), suite
 
 
 @pytest.mark.long

@@ -193,6 +193,26 @@ def test_two_tensor_parallel_ranks_add_up(config, mesh_of, tmp_path, name):
     assert not torch.allclose(parts[0], parts[1])
 
 
+class Missing(torch.nn.Module):
+    """What engines put in place of a module of another pipeline rank."""
+
+    def forward(self, hidden_states, **_):
+        return hidden_states
+
+
+@pytest.mark.parametrize("name", ["diff", "gdla"])
+def test_two_pipeline_stages_equal_one(config, mesh_of, tmp_path, name):
+    model = load(exported(config, mesh_of(), name, tmp_path)[2])
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    first.model.layers[1] = first.model.norm = Missing()
+    second.model.layers[0] = second.model.embed_tokens = Missing()
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(256, size=(1, 12)))
+    with torch.no_grad():
+        hidden = first.model(input_ids=tokens, use_cache=False).last_hidden_state
+        logits = second(inputs_embeds=hidden, use_cache=False).logits
+        torch.testing.assert_close(logits, model(tokens).logits, rtol=0, atol=0)
+
+
 def of_modelling_file(config):
     """Return a model of `modeling_difftx.py`, also for a config that is exported as a Llama."""
     module = importlib.import_module("difftx.interop.modeling_difftx")

@@ -62,10 +62,8 @@ def test_transformers_and_an_import_read_an_export_alike(config, tmp_path, famil
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        pytest.param("unigram", {}, marks=pytest.mark.long),
         ("bpe", {"normalization": "nmt_nfkc"}),
         ("bpe", {"byte_fallback": False}),
-        ("bpe", {"add_dummy_prefix": False}),
     ],
 )
 def test_models_that_no_class_of_transformers_reads_alike_are_not_exported(config, tmp_path, kind, options):
