@@ -193,16 +193,6 @@ def test_corrupt_and_empty_files_are_named(tmp_path):
     assert all(message in problem for message, problem in zip(expected, problems, strict=True))
 
 
-def test_missing_input_is_reported(tmp_path):
-    for pattern, message in [
-        (tmp_path / "none.txt", "no such file"),
-        (tmp_path / "*.txt", "no such file"),
-        (tmp_path, "no such folder with files, and"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            read(pattern)
-
-
 def test_parquet_is_read_in_units_that_contain_every_row_once(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -12,7 +12,7 @@ from helpers.tokenizer_files import prefixed_bytes_folder, random_strings
 
 from difftx.data.prepare import readers, token_files
 from difftx.data.prepare.readers import Fields, sources_of
-from difftx.data.store import open_store, read_meta
+from difftx.data.store import read_meta
 from difftx.data.tokenizers import load_tokenizer
 
 FLAGS = ["--valid_fraction=0.2", "--shard_tokens=3000"]
@@ -129,15 +129,6 @@ def test_units_are_resumed_at_documents(tmp_path, monkeypatch):
     for index in (1, 7, len(units) - 1):
         rest = list(source.units(Fields("text", None), units[index - 1].end, index))
         assert [unit.content.ids.tolist() for unit in rest] == [unit.content.ids.tolist() for unit in units[index:]]
-
-
-def test_bad_documents_can_be_left_out(tmp_path):
-    write_npy(tmp_path, [[104, 105, 256], [104, 300, 256], [97, 256]], "int64")
-    flags = [f"--input={tmp_path}/a.npy", "--valid_fraction=0"]
-    line = refused(tmp_path / "stop", *flags)
-    assert "id 4 is 300, which --tokenizer=bytes does not have (257 ids); choose the tokenizer of the file" in line
-    prepared(tmp_path / "skip", *flags, "--on_error=skip")
-    assert len(open_store(tmp_path / "skip", "train").offsets) == 3
 
 
 def test_a_document_longer_than_the_limit_is_refused(tmp_path, monkeypatch):

@@ -6,8 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from helpers.command_server import commands
-from helpers.hub_server import hub_environment
 from helpers.inference_models import language_model
 from helpers.interop_folders import FIXTURES, IMPORT, import_, parameters, run_of
 
@@ -166,20 +164,3 @@ def test_a_push_that_fails_ends_in_one_line(hub_server, convert, trained, tmp_pa
     assert result.returncode in (1, 2), result.stderr
     assert message in error_of(result)
     assert (tmp_path / "out").exists() == (case != "format")
-
-
-@pytest.mark.long
-def test_a_download_that_was_killed_resumes(hub_server, convert, tmp_path):
-    hub_server.add("models", "org/kill", GROUPED)
-    flags = ["difftx", "convert", "--from=hf", "--to=difftx", "--input=org/kill", f"--out={tmp_path}/run", *IMPORT]
-    environment = hub_environment(hub_server, tmp_path / "home")
-    hub_server.pause_after = 4
-    started = commands().start(flags, environment=environment)
-    assert hub_server.paused.wait(60)
-    started.kill()
-    started.wait()
-    hub_server.resumed.set()
-    hub_server.reset()
-    result = commands().run(flags, environment=environment)
-    assert result.returncode == 0, result.stderr
-    assert 0 < len(hub_server.ranges) < len(GROUPED)
