@@ -151,6 +151,7 @@ def without_a_mesh(name):
     return jax.tree.map(np.asarray, (apply(layer, ROWS_BTD, segment_ids=IDS_BT), gradients(layer, ROWS_BTD)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "name"), with_each_name("Auto", "Explicit"))
 def test_a_mesh_with_axes_of_other_names_shards_the_batch(name, kind):
     mesh = jax.make_mesh((4, 2), ("rows", "others"), axis_types=(getattr(AxisType, kind),) * 2)

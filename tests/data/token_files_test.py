@@ -55,7 +55,7 @@ FORMATS = [
 @pytest.fixture(scope="module")
 def texts():
     """Return texts, one of them long, one repeated, and some empty."""
-    found = [text.replace("\ud800", "") for text in random_strings(300)]
+    found = list(random_strings(300))
     return [*found, "long " * 3000, found[5], "", "the end"]
 
 
@@ -86,7 +86,7 @@ def test_the_store_equals_that_of_the_text(from_text, tmp_path, monkeypatch, wri
     name, ids, store = from_text
     if dtype.endswith("16") and max(map(max, ids)) >= 2**16:
         pytest.skip("the ids of this tokenizer do not fit")
-    monkeypatch.setattr(readers, "UNIT_BYTES", 400)
+    monkeypatch.setattr(readers, "UNIT_BYTES", 4000)
     (tmp_path / "in").mkdir()
     write(tmp_path / "in", ids, dtype)
     flags = [f"--tokenizer={name}", *FLAGS, *flags]

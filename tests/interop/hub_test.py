@@ -62,6 +62,7 @@ def test_a_model_is_imported_by_name_at_a_commit(hub_server, convert, tmp_path, 
     assert not hub_server.ranges
 
 
+@pytest.mark.long
 def test_an_export_is_pushed_to_a_private_repository(hub_server, convert, trained, tmp_path):
     for out in ("first", "second"):
         flags = ["--from=difftx", "--to=hf", f"--input={trained}", f"--out={tmp_path}/{out}", "--push=me/model"]

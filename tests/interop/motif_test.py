@@ -93,7 +93,7 @@ def imported(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, fast=["motif_2"]))
 def test_each_layer_is_that_of_the_reference(imported, name):
     tensors, folder, workdir = imported(name)
     tokens_T = np.random.default_rng(1).integers(256, size=20)
@@ -106,7 +106,8 @@ def test_each_layer_is_that_of_the_reference(imported, name):
         np.testing.assert_allclose(logits_BTV[0], expected_TV, rtol=0, atol=1e-5 * np.abs(expected_TV).max())
 
 
-@pytest.mark.parametrize("name", marked(MODELS, fast=["motif_2"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_that_of_the_reference(imported, name):
     tensors, _, workdir = imported(name)
     tokens = [5, 77, 130, 9, 200]
