@@ -122,9 +122,7 @@ def explained(error: BaseException) -> UserError | RunError | None:
         return UserError(f"{sys.executable} has no module {error.name!r}: {_how_to_get(error.name)}")
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in TEMPORARY):
         return None
-    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    names = [name if len(name) <= MAX_MESSAGE_CHARACTERS // 5 else f"{name[:100]} …" for name in names]
-    what = f"{' → '.join(names)}: {error.strerror}" if names else str(error.strerror)
+    what = str(error.strerror) if error.filename is None else f"{error.filename}: {error.strerror}"
     if error.errno in FIXES:
         return UserError(f"{what}; {FIXES[error.errno]}")
     fix = "make room, then" if error.errno in SPACE else "when that has passed,"

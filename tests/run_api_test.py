@@ -151,7 +151,7 @@ def test_an_exported_folder_is_the_run(run, folder):
         with pytest.raises(UserError, match=message):
             call()
     (out / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="exported has neither tokenizer"):
+    with pytest.raises(UserError, match="exported': the folder has neither tokenizer"):
         difftx.load(out)
 
 

@@ -48,7 +48,7 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
     if path.is_dir():
         found = [path / file for file in (TOKENIZER, MODEL) if (path / file).is_file()]
         if not found:
-            raise UserError(f"{name}: the folder has neither {TOKENIZER} nor {MODEL}")
+            raise UserError(f"{name}: the folder has neither {TOKENIZER} nor {MODEL}; put the tokenizer's files there")
         path = found[0]
     settings = read_settings(path.parent)
     family = SentencePieceTokenizer if path.suffix == ".model" else JsonTokenizer

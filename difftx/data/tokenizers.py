@@ -5,7 +5,6 @@ import functools
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tiktoken
 
@@ -14,10 +13,7 @@ from difftx.data.tokenizer import BYTES, TiktokenTokenizer, Tokenizer, byte_enco
 from difftx.data.tokenizer_files import FILES, load_files
 from difftx.errors import UnreadableError, UserError, did_you_mean, note_copy
 from difftx.files import read_file
-from difftx.storage.paths import is_bucket, path_of
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import BucketPath, is_bucket, path_of
 
 VOCABULARY_MULTIPLE = 128  # A derived `model.vocab_size` is rounded up to a multiple, the lanes of a TPU.
 
@@ -59,7 +55,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
 
 
 @functools.cache
-def _local_copy(path: "epath.Path") -> Path:
+def _local_copy(path: BucketPath) -> Path:
     """Copy a tokenizer from a bucket to this machine, and return its path here. The copy lasts as long as the process.
 
     `path` is a file, whose settings lie next to it, or a folder.

@@ -119,8 +119,6 @@ def open_tokenizer(source: Path) -> tuple[str, Tokenizer]:
 
     Raise `UserError` if the folder has none that difftx can read.
     """
-    if not has_tokenizer(source):
-        raise UserError(f"{source} has neither {TOKENIZER} nor {MODEL}; put the files of the model's tokenizer there")
     known = known_tokenizer(source, tokenizer_files.read_settings(source), BYTES)
     return known or str(source), load_tokenizer(known or str(source))
 

@@ -86,9 +86,7 @@ class Conversation:
                 whole = prompt + text
                 turns += [ids[len(earlier) :], tokenizer.encode_chat(text, continues=True)]
             yield Document(whole, whole.encode(), self.id, turns=turns)
-        except UnicodeEncodeError:
-            yield UserError(f"{self.record_name()}: half of a surrogate pair, which is not UTF-8")
-        except UserError as error:
+        except (UnicodeEncodeError, UserError) as error:
             yield UserError(f"{self.record_name()}: {error}")
 
 
@@ -117,9 +115,7 @@ class Lines:
             record = json.loads(line.decode().removeprefix(records.BYTE_ORDER_MARK if position == 0 else ""))
         except UnicodeDecodeError as error:
             return UserError(f"{self.line_name(index)}: byte {position + error.start} of the file is not UTF-8")
-        except json.JSONDecodeError as error:
-            return UserError(f"{self.line_name(index)}: broken JSON ({error.msg}, column {error.colno})")
-        except (ValueError, RecursionError) as error:  # Numbers with too many digits, or brackets nested too deeply.
+        except (ValueError, RecursionError) as error:
             return UserError(f"{self.line_name(index)}: broken JSON ({error})")
         if not isinstance(record, dict):
             return UserError(f"{self.line_name(index)}: not a JSON object")
