@@ -82,7 +82,7 @@ def _losses(checkpoint: Checkpoint, files: Path, step: int, row: dict[str, Any])
     """Return the training loss in `row`, and the numbers of all suites whose results are of these weights."""
     found: list[tuple[str, Any]] = [("training loss", row.get("loss"))] if checkpoint.part == "params" else []
     for path in sorted(files.glob(f"evals/*/{step}*.json")):
-        if (result := read_json(path))["weights"] == checkpoint.weights:
+        if (result := read_json(path)).get("weights") == checkpoint.weights:
             found += [(f"{path.parent.name}: {name}", number) for name, number in result["numbers"].items()]
     return [(name, f"{number:.4f}") for name, number in found if isinstance(number, int | float)]
 
