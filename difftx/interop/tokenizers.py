@@ -14,16 +14,7 @@ from typing import Any
 from difftx.config import Config
 from difftx.data import tokenizer_files
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer
-from difftx.data.tokenizer_files import (
-    BYTE_LEVEL,
-    CHARACTERS,
-    CONFIG,
-    MODEL,
-    SPLIT,
-    TOKENIZER,
-    FileTokenizer,
-    JsonTokenizer,
-)
+from difftx.data.tokenizer_files import BYTE_LEVEL, CONFIG, MODEL, TOKENIZER, FileTokenizer, JsonTokenizer
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.files import write_atomically
@@ -144,7 +135,7 @@ def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:
     encoding = tokenizer.encoding
     ranks = {value: rank for rank, value in enumerate(tokenizer.token_bytes) if value}
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    split = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]}
+    split = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [tokenizer_files.SPLIT, BYTE_LEVEL]}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -208,4 +199,4 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _text(value: bytes) -> str:
-    return "".join(map(CHARACTERS.__getitem__, value))
+    return "".join(map(tokenizer_files.CHARACTERS.__getitem__, value))
