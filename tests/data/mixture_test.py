@@ -70,22 +70,6 @@ def test_the_order_within_a_block_is_shuffled_by_the_seed():
     assert 200 < runs < 312  # 512 coin flips have about 256 runs, with a standard deviation of 11.
 
 
-def test_any_example_is_located_with_one_lookup(monkeypatch):
-    """An example far into training is located with one table lookup, not with a scan of earlier examples."""
-    mixed = mixture_of((0, (2.0, 1.0)), (10**9, (1.0, 2.0)))
-    calls = []
-    monkeypatch.setattr(mixture.StageTable, "before", counted(mixture.StageTable.before, calls))
-    n = (10**9 + 7) * BLOCK_ROWS + 11
-    source, example = mixed.locate(n)
-    assert len(calls) == 1
-    expected = {0: 2 / 3 * 10**9 * BLOCK_ROWS, 1: 1 / 3 * 10**9 * BLOCK_ROWS}[source]
-    assert example == pytest.approx(expected, rel=1e-5)
-
-
-def counted(function, calls):
-    return lambda *args: calls.append(args) or function(*args)
-
-
 def test_no_two_seeds_have_an_order_in_common():
     """The orders of a seed and the next are not those of an epoch later either. Epoch 0 is that of `grain`."""
     seeds, epochs, rows = (0, 1, 2**32 - 1), 3, 50
