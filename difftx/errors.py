@@ -27,18 +27,12 @@ SOURCE = Path(__file__).parents[1]  # The source tree, or site-packages if difft
 FIXES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "change its permissions, or use another path",
-    errno.EPERM: "use another path",
     errno.ENOTDIR: "name a folder, or a path below one",
     errno.EISDIR: "name a file",
-    errno.EEXIST: "delete it, or use another path",
     errno.EROFS: "use a path on a file system that can be written",
-    errno.ENAMETOOLONG: "use a shorter path",
-    errno.ELOOP: "remove the symbolic link",
-    errno.EINVAL: "use another path",
-    errno.ENXIO: "name a file or a folder",
-    errno.ENODEV: "name a file or a folder",
-    errno.ENOTEMPTY: "empty the folder, or use another path",
-    errno.EOPNOTSUPP: "use a path on another file system",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), "delete it, or use another path"),
+    **dict.fromkeys((errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL), "use another path"),
+    **dict.fromkeys((errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP), "use another path"),
 }
 SPACE = (errno.ENOSPC, errno.EDQUOT)
 # Errors that may pass by themselves. They need no traceback, even if the operating system does not name the file.
@@ -128,9 +122,7 @@ def explained(error: BaseException) -> UserError | RunError | None:
         return UserError(f"{sys.executable} has no module {error.name!r}: {_how_to_get(error.name)}")
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in TEMPORARY):
         return None
-    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    names = [name if len(name) <= MAX_MESSAGE_CHARACTERS // 5 else f"{name[:100]} …" for name in names]
-    what = f"{' → '.join(names)}: {error.strerror}" if names else str(error.strerror)
+    what = str(error.strerror) if error.filename is None else f"{error.filename}: {error.strerror}"
     if error.errno in FIXES:
         return UserError(f"{what}; {FIXES[error.errno]}")
     fix = "make room, then" if error.errno in SPACE else "when that has passed,"

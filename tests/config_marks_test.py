@@ -1,7 +1,5 @@
 """What config fields state at their declaration, the rules that follow from it, and names of other trainers."""
 
-import ast
-import dataclasses
 import re
 
 import pytest
@@ -9,7 +7,7 @@ from conftest import ROOT
 
 from difftx.config import Config, ModelConfig, affects
 from difftx.config.affects import Effect
-from difftx.config.fields import Group, entry_type, fields_with, marks, type_of, types_of, without
+from difftx.config.fields import Group, fields_with, marks, type_of, types_of, without
 from difftx.config.flag import Flag
 from difftx.config.recipes import load_config
 from difftx.config.synonyms import SYNONYMS
@@ -33,27 +31,6 @@ def test_a_field_without_an_effect_cannot_be_imported():
         size: affects.Training[int] = 1
 
     assert fields_with(Stated, Effect.TRAINING) == ["size"]
-
-
-def test_each_leaf_of_the_schema_has_one_effect():
-    def leaves(group, path):
-        for name, kind in types_of(group).items():
-            inner = kind if dataclasses.is_dataclass(kind) else entry_type(kind)
-            yield from leaves(inner, f"{path}{name}.") if inner else ()
-            if not dataclasses.is_dataclass(kind):
-                yield f"{path}{name}"
-
-    assert MARKS.keys() == {*leaves(Config, "")}
-    assert all(len([mark for mark in found if isinstance(mark, Effect)]) == 1 for found in MARKS.values())
-
-
-def test_the_fields_of_some_groups_affect_the_same():
-    effects = {Effect.TRAINING: ("optimizer", "guards"), Effect.ROUNDING: ("mesh",)}
-    effects |= {Effect.NOTHING: ("multihost", "logging")}
-    for effect, groups in effects.items():
-        assert {
-            name for name, found in MARKS.items() if name.partition(".")[0] in groups and effect not in found
-        } == set()
 
 
 @pytest.mark.parametrize(
@@ -83,19 +60,6 @@ def test_fields_are_left_out_at_any_depth():
     left = without(group, {name: None for name in types_of(group)} | values | {"stages": ()}, Flag.PROCESS)
     assert left["sources"] == ({"name": "b", "weight": 1.0},)
     assert "path" not in left
-
-
-def test_no_list_of_field_names_is_kept_by_hand():
-    names = {name.rpartition(".")[2] for name in MARKS} | {*MARKS}
-    found = set()
-    for path in sorted((ROOT / "difftx").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Tuple | ast.Set | ast.List):
-                texts = [e.value for e in node.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)]
-                if len([text for text in texts if text in names]) >= 3:
-                    found.add(path.relative_to(ROOT / "difftx").as_posix())
-    # Settings of a chat, mesh axes and the config.json of an export have names of their own.
-    assert found <= {"commands/chat.py", "config/training.py", "interop/remote_code_config.py", "parallel/mesh.py"}
 
 
 def test_names_of_other_trainers_lead_to_fields():

@@ -13,7 +13,6 @@ from difftx.config.fields import entry_type, options, types_of
 from difftx.config.model import default_specific_fields
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.evals.throughput import counterpart
 from difftx.model.architectures import ARCHITECTURES
 from difftx.training.fit import fit
 
@@ -101,12 +100,3 @@ def test_a_field_that_an_architecture_does_not_read_is_refused(architecture):
         else:
             with pytest.raises(UserError, match=rf"model\.{field}=.*: architecture {architecture!r} does not use it"):
                 fit(override(config, {f"model.{field}": str(value)}))
-
-
-def test_the_counterpart_resets_architecture_specific_fields():
-    # `lambda_learned` is left out, because a fixed λ accepts no bound.
-    fields = ("lambda_init", "lambda_std", "lambda_bound", "post_scale")
-    changes = {f"model.{field}": str(VALUES[field]) for field in fields}
-    other = counterpart(load_config(f"{QUICKSTART}:diff", changes))
-    assert other.model.architecture == "transformer"
-    assert (other.model.lambda_std, other.model.post_scale) == (0.1, None)

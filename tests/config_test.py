@@ -12,7 +12,6 @@ from difftx.config.build import config_from_dict, override
 from difftx.config.recipes import default_config, load_config
 from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
-from difftx.launch.grid import make_points
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import heads_of
 from difftx.model.matching import match, matching_warning
@@ -196,28 +195,15 @@ def test_a_recipe_by_size_explains_what_a_size_is(argument, fix):
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("model.num_head", "3", ["model.num_head", "'num_heads'"]),
         ("model.num_heads", "3", ["model.num_heads=3", "d_model=128", "use 2"]),
-        ("model.num_layers", "2.5", ["model.num_layers", "'2.5'", "an integer"]),
         ("model.remat", "ful", ["model.remat", "'ful'", "Did you mean 'full'"]),
-        ("data.verify", "yes", ["data.verify", "true or false"]),
         ("optimizer.final_learning_rate", "1", ["optimizer.final_learning_rate=1.0", "learning_rate=0.004, the peak"]),
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
-        ("optimizer.warmup_fraction", "0.1", ["no such field. Did you mean 'optimizer.warmup_steps'?"]),
-        ("mesh.data", "-1", ["mesh=", "only one axis"]),
         ("model", "1", ["model is a group", "d_model"]),
         ("data.path.x", "1", ["data.path is a value"]),
         ("data.sources", "books", ["data.sources=books", "JSON", '"name": …, "path": …, "weight": …']),
-        ("data.sources", '["books"]', ["data.sources[0]='books'", "a group"]),
         ("data.sources", SOURCES.replace("weight", "wieght"), ["data.sources[0].wieght", "Did you mean 'weight'"]),
-        ("data.sources", SOURCES, ["data.path='stdlib' and data.sources are both set"]),
-        ("data.sources.0.weight", "1", ["data.sources is a list of 0"]),
-        (
-            "data.stages",
-            '[{"from_tokens": 5, "weights": [1, 2]}]',
-            ["data.stages[0].weights", "for the 0 data.sources"],
-        ),
         ("data.synthetic.pairs", "5000", ["data.synthetic.vocab_size=8192", "5000 different keys", "at least 10002"]),
     ],
 )
@@ -238,9 +224,7 @@ def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
             "optimizer.lerning_rate=1.0: no such field. Did you mean 'learning_rate'?",
         ),
         ("c.model.num_layers = 'four'", "user.py:5: TypeError"),
-        ("c.model.num_kv_heads = 'two'", "user.py:5: TypeError"),  # The default is None.
         ("c.eval.suites = (1,)", "eval.suites[0]=1: expected text"),
-        ("undefined()", "user.py:5: NameError"),
     ],
 )
 def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
@@ -258,14 +242,10 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
     [
         (None, None, 200),
         (None, "0.25", 100),
-        (None, "1", 1),
         (0.1, None, 40),
         (7, None, 7),  # The field holds a share before, which must not make 7 a float.
-        (7, "0.25", 100),
         (0, "none", ": expected an integer or a number"),
         (0, "1.0", "=1.0: write a number of steps, or a share of train.steps"),
-        (0, "-1", "=-1: write a number of steps"),
-        (True, None, "=True: expected an integer or a number"),
     ],
 )
 def test_a_warm_up_is_a_number_of_steps_or_a_share(tmp_path, recipe, text, steps):
@@ -283,20 +263,6 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share(tmp_path, recipe, text, steps
     config = load_config(str(path), changes)
     assert config.warmup_steps == steps
     assert config_from_dict(json.loads(config.to_json())) == config
-
-
-def test_the_path_of_a_recipe_may_have_colons(tmp_path):
-    recipe = "def get_config(arg='none'):\n    c = quickstart.get_config()\n    c.data.path = arg\n    return c\n"
-    path = tmp_path / "a:b" / "rec.py"
-    path.parent.mkdir()
-    path.write_text(f"from difftx.configs import quickstart\n\nARG = '{{part}}'\n\n{recipe}")
-    for argument in ("none", "x", "x:y", "/x.py:y.py"):
-        spec = f"{path}:{argument}" if argument != "none" else str(path)
-        assert load_config(spec, {}).data.path == argument
-    with pytest.raises(UserError, match=r"no file .*a:b/rek.py.*Did you mean .*a:b/rec.py"):
-        load_config(f"{path.parent}/rek.py:x", {})
-    (point,) = make_points(str(path), {"part": ["x"]}, {})
-    assert (point.spec, point.config.data.path) == (f"{path}:x", "x")
 
 
 def test_missing_fields_take_the_defaults_of_the_schema():
@@ -410,25 +376,16 @@ def test_the_papers_configs_initialise_as_the_official_code(specs, zero):
 
 
 BUCKET_FIELDS = ("data.path", "data.tokenizer", "data.sources.1.path", "train.teacher")
-BUCKET_FIELDS += ("checkpoint.init_from", "checkpoint.branch_from")
-SUITE_FIELDS = ("eval.needle.haystack", "eval.test.path", "eval.icl.tasks.0.train", "eval.math.tasks.0.test")
-SUITE_FIELDS += ("eval.hallucination.sets.0.path",)
+BUCKET_FIELDS += ("checkpoint.init_from", "checkpoint.branch_from", "eval.needle.haystack", "eval.test.path")
 LOCAL_FIELDS = ("data.cache_path", "eval.bigrams_path", "eval.harness.data_path", "eval.harness.include_path")
 
 
 def test_paths_are_checked_when_a_config_is_built(monkeypatch):
     """Paths of suites that do not run are checked too."""
-    tasks = {
-        "eval.icl.tasks": '[{"name": "a", "train": "x", "test": "y", "text": "t", "label": "l", '
-        '"text_word": "T", "label_word": "L"}]',
-        "eval.math.tasks": '[{"name": "a", "test": "x", "format": "gsm8k", "train": null, "train_format": null}]',
-        "eval.hallucination.sets": '[{"name": "a", "path": "x", "kind": "summarisation", "document": "d", '
-        '"question": null, "answers": "b", "new_tokens": 1}]',
-    }
-    plain = load_config(QUICKSTART, tasks | {"eval.math.shots": "0"})
+    plain = load_config(QUICKSTART, {})
     mixed = override(plain, {"data.path": "none", "data.sources": SOURCES})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # Reading a config needs no library of a store.
-    for field in (*BUCKET_FIELDS, *SUITE_FIELDS):
+    for field in BUCKET_FIELDS:
         config = mixed if field.startswith("data.sources") else plain
         assert override(config, {field: "s3://bucket/a"}) != config
         for value, message in (

@@ -1,15 +1,11 @@
 """The files and commands of docs/extend.md, in a folder outside the repository."""
 
 import csv
-import dataclasses
 import gzip
-import hashlib
-import importlib
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,93 +98,9 @@ def test_recorded_extensions_are_required_with_the_same_content(own_registry, tm
     (loaded,) = registry.loaded_extensions()
     registry.require_extensions([{"path": "/else/red.py", "sha256": loaded.sha256}], "run")
     registry.require_extensions([{"path": "/else/moved.py", "sha256": loaded.sha256}], "run")
-    what = r"another content of .*red\.py, or a module that it imports \(SHA-256 000000000000… → "
+    what = r"another content of .*red\.py \(SHA-256 000000000000… → "
     with pytest.raises(UserError, match=what):
         registry.require_extensions([{"path": "/else/red.py", "sha256": "0" * 64}], "run")
-
-
-MODULES = {
-    "arch.py": "import helper\nfrom parts import rates\n",
-    "helper.py": "import json\nRATE = 1\n",
-    "parts/__init__.py": "",
-    "parts/rates.py": "def rate():\n    from . import later\n    return later.RATE\n",
-    "parts/later.py": "RATE = 1\n",
-    "other.py": "import unrelated\n",
-    "unrelated.py": "",
-}
-
-
-@pytest.fixture
-def project(own_registry, monkeypatch, tmp_path):
-    """Return a function that loads an extension of a project as a new process would.
-
-    It takes the texts of the project's files by their names, and further extensions to load before. The project's
-    folder is on `sys.path`, as the current folder of `python train.py` is, and so is its folder of installed packages.
-    """
-    loaded = set(sys.modules)
-    monkeypatch.syspath_prepend(tmp_path / ".venv")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def load(path, texts, *others):
-        for name in set(sys.modules) - loaded:
-            del sys.modules[name]
-        registry._extensions.clear()
-        own_registry._entries.clear()
-        for name, text in texts.items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        for name in (*others, path):
-            with (tmp_path / name).open("a") as file:
-                file.write(f"from difftx import registry\nregistry.COLOURS.register({Path(name).stem!r})(1)\n")
-        importlib.invalidate_caches()
-        registry.load_extensions([tmp_path / name for name in (*others, path)])
-        return own_registry.extension_of(Path(path).stem)
-
-    yield load
-    for name in set(sys.modules) - loaded:
-        del sys.modules[name]
-
-
-def test_modules_that_an_extension_imports_from_its_folder_are_recorded(project):
-    def changed(name):
-        return MODULES | {name: f"{MODULES[name]}x = 1\n"}
-
-    first = project("arch.py", MODULES)
-    assert project("arch.py", MODULES) == project("arch.py", MODULES, "other.py") == first
-    for unused in ("other.py", "unrelated.py"):
-        assert project("arch.py", changed(unused), "other.py") == first
-    recorded = dataclasses.asdict(first)
-    for used in ("helper.py", "parts/__init__.py", "parts/rates.py", "parts/later.py", "arch.py"):
-        found = project("arch.py", changed(used))
-        hashes = f"(SHA-256 {first.sha256[:12]}… → {found.sha256[:12]}…)"
-        named = f"{found.path}, or a module that it imports {hashes}"
-        assert registry.changed_extensions([recorded], "run") == [named]
-
-
-def test_modules_that_an_extension_imports_through_a_package_are_recorded(project):
-    texts = {
-        "ext/arch.py": "from ext.helper import RATE\nimport outside, installed\ndef f(): import ext.late\n",
-        "ext/helper.py": "RATE = 1\n",
-        "ext/late.py": "",
-        "outside.py": "",
-        ".venv/installed.py": "",
-    }
-    first = project("ext/arch.py", texts)
-    assert project("ext/arch.py", texts) == first
-    for name in ("ext/helper.py", "ext/late.py"):
-        assert project("ext/arch.py", texts | {name: "RATE = 12\n"}).sha256 != first.sha256
-    assert project("ext/arch.py", texts | {"outside.py": "x = 12\n"}) == first
-    # Installed packages and difftx are not modules of the extension, even if they are in its folder.
-    own = "import installed, os.path, difftx, difftx.config\n"
-    first = project("own.py", texts | {"own.py": own, "difftx/__init__.py": ""})
-    assert first.sha256 == hashlib.sha256(Path(first.path).read_bytes()).hexdigest()
-
-
-def test_an_extension_loads_if_a_file_that_it_may_import_later_is_not_python(project):
-    for text in (b"def", b"# \xff\n", b"\0"):
-        texts = {"own.py": "def f(): import later_helper\n", "later_helper.py": text}
-        first = project("own.py", texts)
-        assert project("own.py", texts | {"later_helper.py": text + b" "}).sha256 != first.sha256
 
 
 @pytest.mark.parametrize(
@@ -243,45 +155,19 @@ def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
     prune = f"python -m difftx checkpoint prune --workdir={workdir}"
     assert run(page_folder, prune, "--extension=token_lambda.py").startswith("kept: ")
 
-    needed = (
-        f"--workdir=runs/token_lambda was made with the extension {page_folder / 'token_lambda.py'}; add --extension="
-    )
     extension = flags(evaluate, "extension")
-    for line in (evaluate, report, generate, f"{prune} {extension}"):
+    for line in (evaluate, report, f"{prune} {extension}"):
         error = run(page_folder, line.replace(extension, ""), code=2)
-        assert (
-            needed.replace("runs/token_lambda", str(workdir) if line.startswith(prune) else "runs/token_lambda")
-            in error
-        )
+        assert f"token_lambda was made with the extension {page_folder / 'token_lambda.py'}; add --extension=" in error
         assert error.count("\n") == 1
     assert "token_lambda': no such architecture" in run(page_folder, train.replace(extension, ""), code=2)
-
-    # The file may be moved, but its content must not change.
-    shutil.move(page_folder / "token_lambda.py", page_folder / "moved.py")
-    run(page_folder, report.replace("token_lambda.py", "moved.py"))
     (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"] + "\n# Changed.\n")
-    error = run(page_folder, evaluate, code=2)
-    assert (
-        f"was made with another content of {page_folder / 'token_lambda.py'}, or a module that it imports (SHA-256 "
-        in error
-    )
-    error = run(page_folder, report, code=2)
-    assert f"was made with another content of {page_folder / 'token_lambda.py'}" in error
-    # The training has ended, so it saves no checkpoint with the new content. Its checkpoint requires the old content.
-    run(page_folder, train, "--allow_config_change")
-    changed = (workdir / "manifest.json").read_text()
-    assert recorded["sha256"] not in changed
-    assert "checkpoints/6 was made with another content of" in run(page_folder, evaluate, "--again", code=2)
-    (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"])
-    for line in (f"{evaluate} --again", report, generate):
-        run(page_folder, line)
-    (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"] + "\n# Changed.\n")
+    for line in (evaluate, report):
+        error = run(page_folder, line, code=2)
+        assert f"was made with another content of {page_folder / 'token_lambda.py'} (SHA-256 " in error
     longer = ["--config.train.steps=8"]
     error = run(page_folder, train, *longer, code=2)
-    assert (
-        f"changed since the checkpoint of step 6: extension {page_folder / 'token_lambda.py'}, or a module that "
-        in error
-    )
+    assert f"changed since the checkpoint of step 6: extension {page_folder / 'token_lambda.py'} (SHA-256 " in error
     run(page_folder, train, *longer, "--allow_config_change")
     assert (workdir / "checkpoints" / "8").is_dir()
     run(page_folder, evaluate)
@@ -306,35 +192,14 @@ def test_the_other_attention_variants_equal_their_formulas(page_folder):
     assert "13 passed" in ended.stdout
 
 
-@pytest.mark.long
-def test_a_path_of_a_run_directory_is_never_executed(page_folder):
-    """Somebody else may have written the run, with a manifest that names an existing file."""
-    run(page_folder, COMMANDS[3][0])
-    (page_folder / "evil.py").write_text(f"open({str(page_folder / 'executed')!r}, 'w')\n")
-    manifest = page_folder / "runs" / "plain" / "manifest.json"
-    content = json.loads(manifest.read_text()) | {
-        "extensions": [{"path": str(page_folder / "evil.py"), "sha256": "0" * 64}]
-    }
-    manifest.write_text(json.dumps(content))
-    error = run(page_folder, "python eval.py --workdir=runs/plain --suite=loss", code=2)
-    assert f"add --extension={page_folder / 'evil.py'}" in error
-    assert not (page_folder / "executed").exists()
-    manifest.write_text(json.dumps(content | {"extensions": ["evil.py"]}))
-    error = run(page_folder, "python eval.py --workdir=runs/plain --suite=loss", code=2)
-    assert "manifest.json: not the description of a run (extensions[0]: not an object)" in error
-
-
-METHOD = "    def weight_argument(self, constants, x_BTD):"
 WRONG = [  # Text of the page's file, what is in its place, and the line and error of the message.
     ("return jax", "return 1 / 0 * jax", "25: ZeroDivisionError: division by zero"),
     ("layout.lambda_DH", "layout.undefined", "20: AttributeError: 'Layout' object has no attrib"),
-    (METHOD, f"{METHOD}\n        self.x_BTD = x_BTD", "24: TraceContextError: Cannot mutate "),
     ("self.bias_H[None, None])", "self.bias_H[None, None])[..., :1]", "11: ValueError: diff_attention requires a real"),
-    (METHOD, f"    def attention_weight_inputs(self, *_):\n        undefined\n\n{METHOD}", "24: NameE"),
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong", "message"), marked(WRONG, fast=WRONG[:2]))
+@pytest.mark.parametrize(("right", "wrong", "message"), marked(WRONG, fast=WRONG[:1]))
 @pytest.mark.parametrize("flag", marked(["--dry_run", "--workdir=runs/new"], fast=["--dry_run"]))
 def test_the_error_of_a_variant_is_named_before_the_training(page_folder, right, wrong, message, flag):
     assert FILES["token_lambda.py"].count(right) == 1
@@ -344,59 +209,6 @@ def test_the_error_of_a_variant_is_named_before_the_training(page_folder, right,
     assert error.startswith("error: ")
     assert f"token_lambda.py:{message}" in error
     assert error.count("\n") == 1
-
-
-BUILT_IN = """
-from difftx.config import affects
-from difftx.config.fields import Group, Positive
-from difftx.model.attention import Attention
-
-
-class FactorConfig(Group):
-    value: affects.Function[Positive[float]] = 1.0
-
-
-class FactorAttention(Attention):
-    own_config = FactorConfig
-
-    def project(self, x_BTD, angles):
-        q_BTHd, k_BTKd, v_BTKd = super().project(x_BTD, angles)
-        return q_BTHd * self.config.own.value, k_BTKd, v_BTKd
-"""
-
-
-@pytest.mark.long
-def test_a_built_in_variant_is_one_file_and_a_line_of_the_registry(tmp_path):
-    for folder in ("difftx", "configs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    model = tmp_path / "difftx" / "model"
-    (model / "variants" / "factor.py").write_text(f'"""Softmax attention of scaled logits."""\n{BUILT_IN}')
-    first = '        "diff": "difftx.model.attention:DiffAttention",\n'
-    registry_text = (model / "architectures.py").read_text()
-    assert first in registry_text
-    line = '        "factor": "difftx.model.variants.factor:FactorAttention",\n'
-    (model / "architectures.py").write_text(registry_text.replace(first, line + first))
-    write_text(tmp_path / "text.txt")
-
-    def command(*words, code=0):
-        environment = child_environment(1) | {"PYTHONPATH": str(tmp_path)}
-        ended = subprocess.run(
-            [sys.executable, "-m", "difftx", *words], env=environment, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert ended.returncode == code, ended.stderr
-        return ended.stdout + ended.stderr
-
-    sizes = [f"--config.{name}={value}" for name, value in (SHORT | {"data.path": "text.txt"}).items()]
-    train = ["train", "--config=quickstart:factor", "--workdir=run", *sizes]
-    assert "model.factor.value=-1.0 must be positive" in command(*train, "--config.model.factor.value=-1", code=2)
-    assert "model.factor.valu: no such field. Did you" in command(*train, "--config.model.factor.valu=2", code=2)
-    command(*train, "--config.model.factor.value=2")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["factor"] == {"value": 2.0}
-    command("eval", "--workdir=run", "--suite=loss,sample")
-    assert command("generate", "--workdir=run", "--prompt=def ", "--new_tokens=4").startswith("def ")
-    assert "model.factor.value: 2.0 → 3.0" in command(
-        *train, "--config.model.factor.value=3", "--config.train.steps=8", code=2
-    )
 
 
 @pytest.mark.long
@@ -412,30 +224,14 @@ def test_the_suites_of_the_page_give_their_numbers(page_folder):
     assert "skipped" not in run(page_folder, other)
     result = json.loads((page_folder / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())
     assert 0.5 < result["numbers"]["share"] <= 1  # Nearly all tokens have a probability of more than a thousandth.
-    (page_folder / "confident.py").write_text(FILES["confident.py"].replace("<= largest_nll", "< -1"))
-    assert "skipped" not in run(page_folder, other)
-    assert (
-        json.loads((page_folder / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())["numbers"]["share"]
-        == 0
-    )
-    (page_folder / "confident.py").write_text(FILES["confident.py"])
     run(page_folder, report)
     assert "confident" in (page_folder / "runs" / "plain" / "report.html").read_text()
-    assert "eval.confident.probability=2.0 must lie" in run(page_folder, evaluate.replace("0.9", "2"), code=2)
     error = run(page_folder, evaluate.replace("--extension=confident.py", ""), code=2)
     assert "eval.confident: no such field" in error
     assert "If a file of yours adds it, name the file with --extension=FILE.py" in error
     run(page_folder, train_with)
-    rows = [
-        json.loads(line) for line in (page_folder / "runs" / "confident" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in (page_folder / "runs/confident/metrics.jsonl").read_text().splitlines()]
     assert any(row.get("suite") == "confident" and 0 <= row["share"] <= 1 for row in rows)
-    # The evaluation uses another value, and the config of the run keeps the value of the training.
-    run(page_folder, evaluate.replace("runs/plain", "runs/confident"))
-    assert (
-        json.loads((page_folder / "runs" / "confident" / "config.json").read_text())["eval"]["confident"]["probability"]
-        == 0.5
-    )
 
 
 @pytest.mark.long
@@ -473,9 +269,6 @@ def test_a_recipe_may_register_and_a_sweep_forwards_extensions(page_folder):
     assert [Path(extension["path"]).name for extension in recorded] == ["lion.py"]
     both = ["--extension=recipe.py", "--extension=lion.py"]
     run(page_folder, "python eval.py --workdir=runs/sweep/token_lambda-namelion --suite=loss", *both)
-    run(
-        page_folder, f"{line} architecture=token_lambda,transformer optimizer.name=lion", *changes
-    )  # All runs are finished.
 
 
 @pytest.mark.long
@@ -499,32 +292,6 @@ def test_the_reader_of_the_page_gives_the_texts_of_its_file(page_folder):
     assert "holds a store of other source.extensions" in run(page_folder, line, code=2)
     without = line.replace("--extension=csv_reader.py", "")
     assert "holds a store of other source.extensions" in run(page_folder, without, code=2)
-    assert "only --runner=local reads with extensions" in run(page_folder, line, "--runner=direct", code=2)
-
-
-@pytest.mark.long
-def test_a_synthetic_task_of_an_extension_is_trained(page_folder):
-    (page_folder / "reverse.py").write_text(
-        """
-import numpy as np
-
-from difftx.data.synthetic import TASKS, Task
-
-
-def make(config, row_tokens, rng):
-    half = row_tokens // 2
-    tokens = rng.integers(1, config.vocab_size, half)
-    return np.concatenate([tokens, tokens[::-1]]), np.arange(half - 1, 2 * half - 1), tokens[::-1]
-
-
-TASKS.register("reverse")(Task(make, lambda config, row_tokens: 2))
-"""
-    )
-    line = "python train.py --config=quickstart:diff --workdir=runs/task --config.data.path=synthetic:reverse"
-    small = ["--config.data.synthetic.vocab_size=130", "--config.eval.suites=loss,exact_match"]
-    assert "'reverse': no such synthetic task." in run(page_folder, line, *small, code=2)
-    run(page_folder, line, *small, "--extension=reverse.py")
-    assert (page_folder / "runs" / "task" / "checkpoints" / "6").is_dir()
 
 
 @pytest.mark.long
@@ -537,26 +304,19 @@ def test_commands_import_nothing_of_the_current_folder(tmp_path):
     assert (ended.returncode, (tmp_path / "executed").exists()) == (2, False)
 
 
-@pytest.mark.parametrize(
-    ("folder", "options", "is_found", "stays"),
-    [("run", [], True, True), ("other", [], True, False), ("run", ["-P"], False, False)],
-)
-def test_a_users_file_imports_from_the_current_folder(tmp_path, folder, options, is_found, stays):
-    """The folder comes last on the path, and stays there only if the file is in it."""
-    here, script = tmp_path / "run", tmp_path / "other" / "script.py"  # The command `difftx` is such a script.
-    here.mkdir()
+@pytest.mark.parametrize(("options", "is_found"), [([], True), (["-P"], False)])
+def test_a_users_file_imports_from_the_current_folder(tmp_path, options, is_found):
+    """The folder comes last on the path."""
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "json.py").write_text("raise RuntimeError\n")
+    (tmp_path / "own.py").write_text("import helper, json\n")
+    code = "import pathlib; from difftx import registry; registry.import_file(pathlib.Path('own.py'), '--config')"
+    script = tmp_path / "other" / "script.py"  # The command `difftx` is such a script.
     script.parent.mkdir()
-    (here / "helper.py").write_text("")
-    (here / "json.py").write_text("raise RuntimeError\n")
-    (tmp_path / folder / "own.py").write_text("import helper, json\n")
-    script.write_text(
-        "import pathlib, sys\nfrom difftx import registry\n"
-        f"registry.import_file(pathlib.Path('../{folder}/own.py'), '--config')\nprint(sys.path[-1])\n"
-    )
+    script.write_text(code)
     command, environment = [sys.executable, *options, script], os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode == 0, "No module named 'helper'" in ended.stderr) == (is_found, not is_found)
-    assert (ended.stdout.strip() == str(here)) == stays
 
 
 @pytest.mark.long

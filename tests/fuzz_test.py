@@ -1,16 +1,12 @@
-"""Thousands of corrupt inputs of commands. Each is read, or raises a `UserError` of one line."""
+"""Hundreds of corrupt files. Each is read, or raises a `UserError` of one line."""
 
-import contextlib
-import copy
 import json
-import math
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
-from helpers.cases import marked
 from helpers.data_prepare import prepared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,20 +25,13 @@ from difftx.training.checkpoint.manifest import (
 )
 from difftx.training.run import read_config, write_run_files
 
-EXAMPLES = 200  # Inputs per test.
 FUZZ = settings(
-    max_examples=EXAMPLES,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-# Difficult input: other types, numbers at their limits, paths out of the folder, deeply nested brackets.
-VALUES = [
-    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.5, -0.0, 1e308, math.nan, math.inf),
-    *("", "0", "-1", "nan", "../../etc/passwd", "/etc/passwd", "a/../../b", "\x00", "\ud800", "\U0001f600", "x" * 5000),
-    *([], {}, [None], [[]], {"": {}}, [0] * 50, {"format": 1}, "__class__", "!!python/object/apply:os.system"),
-]
 FRAGMENTS = [*(b"{", b"}", b"]", b'"', b",", b":", b"\\u", b"\xff\xfe", b"\x00", b"\n", b"1e999")]
 FRAGMENTS += [b"9" * 5000]
 
@@ -50,12 +39,12 @@ FRAGMENTS += [b"9" * 5000]
 @st.composite
 def mutations(draw):
     """Return a function from valid to corrupt bytes. A seed makes each failure printable and repeatable."""
-    seed, kind, count = draw(st.integers(0, 2**32)), draw(st.sampled_from(["bytes", "json"])), draw(st.integers(1, 4))
+    seed, count = draw(st.integers(0, 2**32)), draw(st.integers(1, 4))
 
     def mutate(content):
         rng = random.Random(seed)
         for _ in range(count):
-            content = mutate_bytes(content, rng) if kind == "bytes" else mutate_json(content, rng)
+            content = mutate_bytes(content, rng)
         return content
 
     return mutate
@@ -76,41 +65,6 @@ def mutate_bytes(content, rng):
         case _:
             content[start:stop] = rng.randbytes(stop - start)
     return bytes(content)
-
-
-def mutate_json(content, rng):
-    """Change a value in the text if the text is one JSON value, or else in one of its lines."""
-    try:
-        value, lines, chosen = json.loads(content), [], 0
-    except (ValueError, RecursionError):
-        lines = content.split(b"\n")
-        chosen = rng.randrange(len(lines))
-        try:
-            value = json.loads(lines[chosen])
-        except (ValueError, RecursionError):
-            return mutate_bytes(content, rng)
-    with contextlib.suppress(ValueError, RecursionError):  # JSON cannot represent every value.
-        value = change(copy.deepcopy(value), rng)
-        text = json.dumps(value, indent=None if lines else 1).encode()
-        content = b"\n".join([*lines[:chosen], text, *lines[chosen + 1 :]]) if lines else text
-    return content
-
-
-def change(value, rng):
-    """Replace, delete, add or rename a value at a random depth."""
-    if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
-        return rng.choice(VALUES)
-    key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
-    match rng.randrange(8):
-        case 0:
-            del value[key]
-        case 1 if isinstance(value, dict):
-            value[f"{key}_"] = value.pop(key)
-        case 2 if isinstance(value, dict):
-            value[rng.choice(["../x", "", "extra", "sha256"])] = rng.choice(VALUES)
-        case _:
-            value[key] = change(value[key], rng)
-    return value
 
 
 def read(reader):
@@ -139,56 +93,12 @@ def check(path: Path, valid: bytes, mutate, reader):
     read(reader)
 
 
-FILES = {  # File of a run → its reader.
-    "config.json": read_config,
-    "manifest.json": read_config,
-}
-
-
-@pytest.fixture
-def run_folder(tmp_path, tiny):
-    write_run_files(tmp_path, tiny)
-    return tmp_path, {name: (tmp_path / name).read_bytes() for name in FILES}
-
-
-@pytest.mark.parametrize("name", marked(FILES, fast=["manifest.json"]))
+@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
 @FUZZ
 @given(mutate=mutations())
-def test_a_corrupt_file_of_a_run_is_read_or_refused_in_one_line(run_folder, name, mutate):
-    folder, valid = run_folder
-    check(folder / name, valid[name], mutate, lambda: FILES[name](folder))
-
-
-FIELDS = st.sampled_from(
-    ["model", "data", "train", "model.d_model", "data.sources", "data.sources.0.path", "mesh.fsdp"]
-)
-TEXTS = st.one_of(st.text(max_size=30), st.sampled_from([str(v) for v in VALUES if not isinstance(v, int)]))
-
-
-@pytest.mark.long
-@FUZZ
-@given(field=st.one_of(FIELDS, st.text(max_size=20)), text=st.one_of(TEXTS, st.integers().map(str)))
-def test_config_on_a_command_line(field, text):
-    read(lambda: load_config(f"{ROOT / 'configs' / 'quickstart.py'}:diff", {field: text}))
-
-
-@pytest.mark.long
-@FUZZ
-@given(mutate=mutations(), field=st.sampled_from(["model", "data", "optimizer", "mesh", "eval"]))
-def test_a_corrupt_config_is_read_or_refused_in_one_line(folder, tiny, mutate, field):
-    """One group of the config is corrupt. The config file itself is Python, which may do anything."""
-    (folder / "group.json").write_bytes(mutate(json.dumps(json.loads(tiny.to_json())[field]).encode()))
-    path = folder / "broken.py"
-    path.write_text(
-        "import json, pathlib\n"
-        "from difftx.configs import quickstart\n\n\n"
-        "def get_config():\n"
-        "    config = quickstart.get_config('diff')\n"
-        f"    config.unlock()\n"
-        f"    config[{field!r}] = json.loads(pathlib.Path({str(folder / 'group.json')!r}).read_bytes())\n"
-        "    return config\n"
-    )
-    read(lambda: load_config(str(path), {}))
+def test_a_corrupt_file_of_a_run_is_read_or_refused_in_one_line(tmp_path, tiny, name, mutate):
+    write_run_files(tmp_path, tiny)
+    check(tmp_path / name, (tmp_path / name).read_bytes(), mutate, lambda: read_config(tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -66,19 +66,6 @@ def run(tmp_path):
     return run
 
 
-def test_the_simulation_of_macos(run):
-    code = """
-import ctypes, os, pathlib, sys
-assert not pathlib.Path("/proc/cpuinfo").exists()
-assert not hasattr(ctypes.CDLL(None), "prctl") and not hasattr(os, "sched_getaffinity")
-try:
-    open("/sys/kernel/mm/transparent_hugepage/enabled")
-except FileNotFoundError:
-    print(sys.platform)
-"""
-    assert run("-c", code) == "darwin\n"
-
-
 @pytest.mark.long
 def test_a_model_trains_and_is_evaluated(run, tmp_path):
     text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "run"
@@ -87,20 +74,6 @@ def test_a_model_trains_and_is_evaluated(run, tmp_path):
     run("-m", "difftx", "eval", f"--workdir={workdir}", "--suite=loss")
     result = json.loads((workdir / "evals" / "loss" / "6.json").read_text())
     assert 0 < result["numbers"]["loss"] < 6
-
-
-@pytest.mark.long
-def test_prepare_and_sweep_run(run, tmp_path):
-    text, workdir = write_text(tmp_path / "text.txt"), tmp_path / "sweep"
-    store = f"--out={tmp_path / 'store'}"
-    run("-m", "difftx", "prepare", f"--input={text}", "--tokenizer=bytes", store, "--workers=2")
-    fields = TINY | {"data.path": str(tmp_path / "store"), "eval.suites": "", "logging.trackers": ""}
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    run("-m", "difftx", "sweep", "--config=quickstart:diff", "--grid", "seed=0", f"--out={workdir}", *flags)
-    assert json.loads((workdir / "sweep.json").read_text())["runs"][0]["state"] == "done"
-    doctor = run("-m", "difftx", "doctor", "--config=quickstart:diff", f"--workdir={tmp_path / 'new'}", *flags)
-    assert "renam" in doctor
-    run("-m", "difftx", "plan", "--config=quickstart:diff", "--topology=cpu:1", *flags)
 
 
 def test_a_sweeps_run_starts_without_prctl(run):

@@ -115,24 +115,26 @@ def test_logprobs_are_those_of_the_logits(run):
 
 def test_the_module_has_no_mesh_and_its_hook_patches_layers(run):
     tokens = jnp.array([run.tokenizer.encode_prompt(TEXT)])
-    logits, statistics = jax.jit(lambda model, tokens: model(tokens))(run.model, tokens)
+    call = jax.jit(lambda model, tokens, hook=None: model(tokens, hook=hook), static_argnames="hook")
+    logits, statistics = call(run.model, tokens)
     np.testing.assert_allclose(logits[0], run.logits(TEXT), atol=1e-5)
     assert statistics["lambda"].shape == (2,)
     assert {type(leaf.sharding) for leaf in jax.tree.leaves(run.model)} == {jax.sharding.SingleDeviceSharding}
-    grads = jax.grad(lambda model: model(tokens)[0].sum())(run.model)
+    grads = jax.jit(jax.grad(lambda model: model(tokens)[0].sum()))(run.model)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
-    residuals = run.model(tokens, hook=lambda x, layer: (x, x))[1]["hook"]
+    residuals = call(run.model, tokens, hook=lambda x, layer: (x, x))[1]["hook"]
     other = jnp.array([run.tokenizer.encode_prompt(TEXT.replace("7", "8"))])
 
     def patch(at):
         return lambda x, layer: (jnp.where(layer == at, residuals[layer - 1], x), layer)
 
-    patched, seen = run.model(other, hook=patch(2))
+    patched, seen = call(run.model, other, hook=patch(2))
     np.testing.assert_array_equal(seen["hook"], [1, 2])
     np.testing.assert_allclose(patched, logits, atol=1e-6)
-    assert (run.model(other, hook=patch(3))[0] == run.model(other)[0]).all()
-    assert not np.allclose(run.model(other)[0], logits)
+    without, _ = call(run.model, other)
+    np.testing.assert_allclose(call(run.model, other, hook=patch(3))[0], without, atol=1e-6)
+    assert not np.allclose(without, logits)
 
 
 def test_an_exported_folder_is_the_run(run, folder):
@@ -149,7 +151,7 @@ def test_an_exported_folder_is_the_run(run, folder):
         with pytest.raises(UserError, match=message):
             call()
     (out / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="exported has neither tokenizer"):
+    with pytest.raises(UserError, match="exported': the folder has neither tokenizer"):
         difftx.load(out)
 
 
@@ -162,19 +164,13 @@ def test_mistakes_are_one_line(run, folder, tmp_path):
         (train(hidden_size=3), "hidden_size: no such field. Did you mean 'model.d_model'?"),
         (train(model={"d_modle": 3}), "model.d_modle: no such field. Did you mean 'd_model'?"),
         (train(steps="many"), "train.steps='many': expected an integer"),
-        (train(steps=2.5), "train.steps=2.5: expected an integer"),
-        (train(model=3), "model=3: expected a group of fields"),
         (train(suites=["lose"]), "'lose': no such suite. Did you mean 'loss'?"),
-        (lambda: difftx.train("quickstrat", tmp_path / "run"), "no such recipe. Did you mean 'quickstart'?"),
         (lambda: difftx.load(tmp_path / "none"), "no config.json there, so it is not a run"),
-        (lambda: difftx.load(run.workdir, step=5), "5"),
         (lambda: difftx.load(run.workdir, extensions="own.py"), "extensions='own.py' is one path; give a list, such"),
-        (lambda: difftx.evaluate(run, "lose"), "lose"),
         (lambda: difftx.evaluate(run, "loss", lost_tokens=3), "eval.lost_tokens: no such field. Did you mean"),
         (lambda: run.logprobs(TEXT), "is one text; give a list, such as [text]"),
         (lambda: run.generate(TEXT, stop="\n\n"), r"stop='\n\n' is one string; give a list, such as ['\n\n']"),
         (lambda: run.logprobs(["x"]), "the text has 1 tokens; give it 2 to data.sequence_length + 1=33"),
-        (lambda: run.logprobs(["x" * 34]), "the text has 34 tokens"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as error:
             call()

@@ -40,12 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
     rarer = "leave out rarer bigrams; up to the suite's limit + 1"
     count.add_argument("--min_count", action=CountFlag, default=1, help=rarer)
-    count.add_argument("--max_memory_mib", action=CountFlag, default=1024, help="memory for counting (%(default)s)")
     options = parser.parse_args(arguments)
     require_local_paths(options)
     if options.command == "bigrams":
         folders = [path_of("folder", folder) for folder in options.folders]
-        count_bigrams(folders, options.out, options.min_count, options.max_memory_mib)
+        count_bigrams(folders, options.out, options.min_count)
     elif options.command == "verify":
         verify(options.folder)
     else:
@@ -100,7 +99,7 @@ def show_row(folder: AnyPath, options: argparse.Namespace) -> None:
         console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
 
 
-def count_bigrams(folders: Sequence[AnyPath], out: Path, min_count: int, memory_mib: int) -> None:
+def count_bigrams(folders: Sequence[AnyPath], out: Path, min_count: int) -> None:
     """Count the bigrams in the training documents of all given stores, and write one file of counts."""
     stores = [open_store(folder, "train") for folder in folders]
     tokenizers = [read_meta(folder)["tokenizer"] for folder in folders]
@@ -119,9 +118,8 @@ def count_bigrams(folders: Sequence[AnyPath], out: Path, min_count: int, memory_
         "tokenizer": {key: first[key] for key in ("name", "vocabulary_sha256")},
         "stores": [{"path": p, "sha256": store.fingerprint} for p, store in zip(paths, stores, strict=True)],
     }
-    limits = {"min_count": min_count, "memory_bytes": memory_mib * 2**20}
     with Work() as work:
-        header = write_bigrams(stores, out, **limits, description=description, work=work)
+        header = write_bigrams(stores, out, min_count=min_count, description=description, work=work)
     print(
         f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
         f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"

@@ -5,7 +5,6 @@ the same command resumes from the finished files. The bytes of the store depend 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import os
@@ -17,15 +16,13 @@ from difftx.commands.flags import CountFlag, Parser, PathFlag, add_extension_fla
 from difftx.config.fields import Positive, UnitHalfOpen
 from difftx.data.prepare import assembly
 from difftx.data.prepare.job import Job, describe, input_states, open_job, pinned_commit, with_states
-from difftx.data.prepare.readers import HALF_PAIR, TOKEN_FILES, Fields, Source, sources_of
-from difftx.data.prepare.workers import BeamWorkers, Workers
+from difftx.data.prepare.readers import TOKEN_FILES, Fields, Source, sources_of
+from difftx.data.prepare.workers import Workers
 from difftx.data.store import SPLITS, read_meta
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
 from difftx.files import is_below, require_writable
 from difftx.storage import hub
 from difftx.storage.paths import path_of
-
-LOCAL = "local"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,8 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     workers = "number of processes; default: one per core"
     parser.add_argument("--workers", action=CountFlag, default=processors, help=workers)
     parser.add_argument("--shard_tokens", action=CountFlag, default=2**27, help="tokens per shard (%(default)s)")
-    parser.add_argument("--runner", default=LOCAL, help="local, or a runner of Apache Beam: direct, dataflow, flink …")
-    parser.add_argument("--runner_options", default="", help="for Beam, such as '--region=europe-west4 --project=p'")
     parser.add_argument("--on_error", choices=("stop", "skip"), default="stop", help="for unreadable documents")
     add_extension_flag(parser)
     options = parser.parse_args(arguments)
@@ -74,15 +69,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise `UserError` for values that no store can have, before anything is read or written."""
-    for name, value in vars(options).items():
-        if HALF_PAIR.search(str(value)):
-            raise UserError(f"--{name}={value}: not UTF-8; rename it, or name a link to it")
-    if options.extension and options.runner != LOCAL:
-        raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
     if options.max_tokens is not None and options.max_tokens % 1:
         raise UserError(f"--max_tokens={options.max_tokens}: must be a whole number, such as 100000 or 2e9")
-    if options.max_tokens is not None and options.runner != LOCAL:
-        raise UserError(f"--max_tokens={options.max_tokens:.0f}: only --runner={LOCAL} reads a part of the input")
     if options.messages_field is not None and options.prompt_field is not None:
         raise UserError("--messages_field and --prompt_field are both set; a conversation has its own prompts")
     if options.date is not None and options.messages_field is None:
@@ -97,7 +85,7 @@ def prepare(job: Job) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        with Workers(job) if job.runner == LOCAL else contextlib.nullcontext(BeamWorkers(job)) as workers:
+        with Workers(job) as workers:
             description = describe(job, sources, states)
             with open_job(job, description) as owner:
                 if owner is not None:
@@ -106,8 +94,7 @@ def prepare(job: Job) -> int:
                         if state != states[name]:
                             raise UserError(f"{name}: changed while it was read; run the same command again")
                     plan = assembly.make_plan(job, sources)
-                    workers.write_shards(plan.shards)
-                    assembly.finish(job, description, plan, owner)
+                    assembly.finish(job, description, plan, workers.write_shards(plan.shards), owner)
         _print_summary(job)
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)

@@ -11,10 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 
 from difftx.commands.flags import Parser, PathFlag, add_extension_flag, prepare_process
-from difftx.data.byte_level import BYTE_LEVEL, SPLIT
 from difftx.data.prepare.readers import Document, Fields, Source, sources_of
 from difftx.data.tokenizer import END_OF_TEXT
-from difftx.data.tokenizer_files import CONFIG, EXTRA, TOKENIZER
+from difftx.data.tokenizer_files import BYTE_LEVEL, CONFIG, EXTRA, SPLIT, TOKENIZER
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, import_extra, printable
 from difftx.files import is_taken, make_folder, new_folder, require_writable, write_atomically

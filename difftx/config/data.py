@@ -105,8 +105,7 @@ class DataConfig(Group):
     prefetch_batches: affects.Nothing[Positive[int]] = 2
     """Number of batches that are prepared in advance."""
     cache_path: flag.Process[affects.Nothing[str]] = "~/.cache/difftx"
-    """Local folder of packing indices for "best_fit", and of parts of stores in buckets. All runs share it, and you can
-    delete it at any time."""
+    """Local folder of parts of stores in buckets. All runs share it, and you can delete it at any time."""
     cache_mib: flag.Process[affects.Nothing[Positive[int]]] = 16_384
     """Size limit of the parts of stores in buckets, in MiB."""
 

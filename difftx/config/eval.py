@@ -1,7 +1,6 @@
 """Config group `eval`."""
 
 import re
-import urllib.parse
 from typing import Annotated, Literal, get_args
 
 from difftx.config import affects, fields, flag
@@ -152,8 +151,6 @@ class HallucinationConfig(Group):
                     f"{where}: question={one.question!r} with kind={one.kind!r}; name the field of the questions for "
                     "question_answering, and write null for summarisation"
                 )
-        if self.judge_model == "":
-            raise UserError("eval.hallucination.judge_model='': name a model, or write none for the offline judge")
 
 
 class JudgeConfig(Group):
@@ -191,7 +188,7 @@ class JudgeConfig(Group):
                 "eval.judge.key_variable is not the name of an environment variable, such as OPENAI_API_KEY; the key "
                 "itself belongs into that variable"
             )
-        if not _is_plain_url(self.base_url):
+        if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", self.base_url):
             raise UserError(
                 "eval.judge.base_url must be an http or https address without user, password or query, such as "
                 "https://api.openai.com/v1"
@@ -395,13 +392,3 @@ class EvalConfig(fields.Extensible, effect=affects.Effect.EVALUATION):
     judge: JudgeConfig
     harness: HarnessConfig
     math: MathConfig
-
-
-def _is_plain_url(text: str) -> bool:
-    try:
-        url = urllib.parse.urlsplit(text)
-        port_fits = url.port is None or url.port > 0
-    except ValueError:  # For example, the port is not a number, or a bracket is not closed.
-        return False
-    plain = not (url.username or url.password or url.query or url.fragment)
-    return url.scheme in ("http", "https") and bool(url.hostname) and port_fits and plain and text.isprintable()

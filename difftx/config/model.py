@@ -216,11 +216,6 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     """The Transformer of equal size."""
 
     def __post_init__(self):
-        if self.matmul_ranges and (self.remat != "none" or len(self.matmul_ranges) % self.num_layers):
-            raise UserError(
-                f"model.matmul_ranges has {len(self.matmul_ranges)} numbers; it requires model.remat='none' and as "
-                f"many for each of model.num_layers={self.num_layers} layers; leave it at (): suite quantize sets it"
-            )
         pattern = self.window_pattern
         if self.window is None and "L" in pattern and pattern != "L":
             raise UserError(f"model.window_pattern={pattern!r} requires model.window; set it, or write G in place of L")

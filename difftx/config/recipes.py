@@ -5,7 +5,6 @@ The recipes of difftx are in the package `difftx.configs`, the folder configs/. 
 
 import importlib
 import pkgutil
-import re
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,11 +53,9 @@ def load_config(spec: str, overrides: Mapping[str, Any]) -> Config:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Return the name or file of a recipe, and its argument or "". The path of a file may have colons."""
-    first, file = spec.partition(":")[0], re.match(r"(.+?\.py)(:|$)", spec)
-    # An argument may be the path of a file too, if the recipe is one of difftx.
-    recipe = file[1] if file and (Path(file[1]).is_file() or first not in recipe_names()) else first
-    return recipe, spec[len(recipe) + 1 :]
+    """Return the name or file of a recipe, and its argument or ""."""
+    recipe, _, argument = spec.partition(":")
+    return recipe, argument
 
 
 def argument_of(path: str) -> str | None:
@@ -90,9 +87,6 @@ def _import_recipe(text: str) -> types.ModuleType:
     if path.suffix != ".py":
         raise UserError(f"--config={text}: its name must end in .py (a recipe) or .json (a config)")
     if not path.is_file():
-        near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        hint = did_you_mean(text, near) if near else ""
-        if path.stem in names:
-            hint = f" The recipe of difftx is --config={path.stem}."
+        hint = f" The recipe of difftx is --config={path.stem}." if path.stem in names else ""
         raise UserError(f"--config={text}: no file {text!r}.{hint}")
     return import_file(path, "--config")

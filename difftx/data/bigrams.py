@@ -1,18 +1,16 @@
-"""Exact counts of token bigrams within documents, for stores of any size, in bounded memory.
+"""Exact counts of token bigrams within documents.
 
-`write_bigrams` counts one chunk of tokens after another, writes each chunk's sorted counts to a temporary file, and
-merges them. Its output has a line of JSON (the header), all bigrams in ascending order, and their counts. Both arrays
-are little-endian uint64, so that they can be memory-mapped. The header has their SHA-256 and its own, so it identifies
-the whole file.
+The counts are merged in memory, one chunk of tokens after another. This takes about 50 bytes per distinct bigram, and
+1.5 GB for a chunk. `write_bigrams` writes a line of JSON (the header), all bigrams in ascending order, and their
+counts. Both arrays are little-endian uint64, so that they can be memory-mapped. The header has their SHA-256 and its
+own, so it identifies the whole file.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,12 @@ import numpy as np
 
 from difftx.data.store import TokenStore
 from difftx.errors import UserError, read_error
-from difftx.files import new_file, open_file, sha256_of
+from difftx.files import new_file, open_file
 from difftx.json_files import parse_record, with_sha256
 from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"
-BYTES_PER_ITEM = 64  # Memory to count one token or to merge one count, including all temporary copies.
+CHUNK_TOKENS = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,58 +48,48 @@ def as_bigrams(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return first.astype(np.uint64) << np.uint64(32) | second.astype(np.uint64)
 
 
-def count_bigrams(stores: Sequence[TokenStore]) -> BigramCounts:
-    """Count the bigrams of all stores together, without temporary files."""
-    found = np.concatenate([_bigrams_of(store, 0, len(store)) for store in stores])
-    bigrams, counts = np.unique(found, return_counts=True)
+def count_bigrams(stores: Sequence[TokenStore], advance: Callable[[int], None] = lambda tokens: None) -> BigramCounts:
+    """Count the bigrams of all stores together. `advance` is called with the number of tokens after each chunk."""
+    bigrams, counts = np.zeros((2, 0), np.uint64)
+    for store in stores:
+        for start in range(0, len(store), CHUNK_TOKENS):
+            stop = min(start + CHUNK_TOKENS, len(store))
+            found, times = np.unique(_bigrams_of(store, start, stop), return_counts=True)
+            bigrams, counts = np.concatenate([bigrams, found]), np.concatenate([counts, times.astype(np.uint64)])
+            order = np.argsort(bigrams, kind="stable")  # Linear in the length, because both parts are sorted.
+            bigrams, counts = bigrams[order], counts[order]
+            firsts = np.flatnonzero(np.diff(bigrams, prepend=~bigrams[:1]))
+            bigrams, counts = bigrams[firsts], np.add.reduceat(counts, firsts)
+            advance(stop - start)
     description = {"counted": "the training text, in memory", "tokens": sum(map(len, stores))}
-    return BigramCounts(bigrams, counts.astype(np.uint64), 1, description)
+    return BigramCounts(bigrams, counts, 1, description)
 
 
 def write_bigrams(
-    stores: Sequence[TokenStore],
-    path: Path,
-    *,
-    min_count: int,
-    memory_bytes: int,
-    description: dict[str, Any],
-    work: Work,
+    stores: Sequence[TokenStore], path: Path, *, min_count: int, description: dict[str, Any], work: Work
 ) -> dict[str, Any]:
     """Count the bigrams of all stores together, write the counts to a file atomically, and return the file's header.
 
-    Bigrams that occur less than `min_count` times are left out. The limit on memory does not cover the document offsets
-    of the stores. The entries of `description` are added to the header.
+    Bigrams that occur less than `min_count` times are left out. The entries of `description` are added to the header.
     """
-    # The temporary files take up to 32 bytes per distinct bigram of each chunk.
-    items = max(1, memory_bytes // BYTES_PER_ITEM)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-        runs, *merged = (Path(scratch) / name for name in ("runs", "bigrams", "counts"))
-        bounds = _write_runs(stores, runs, items, work)
-        distinct = occurrences = 0
-        merging = work.task("merging", int(bounds[-1]))
-        with merged[0].open("wb") as bigrams_file, merged[1].open("wb") as counts_file, merging as advance:
-            for read, bigrams, counts in _merge(_mapped(runs).reshape(-1, 2), bounds, items):
-                kept = counts >= min_count
-                bigrams[kept].tofile(bigrams_file)
-                counts[kept].tofile(counts_file)
-                distinct += int(kept.sum())
-                occurrences += int(counts.sum())
-                advance(read)
-        header = {
-            "format": FORMAT,
-            **description,
-            "tokens": sum(map(len, stores)),
-            "occurrences": occurrences,
-            "min_count": min_count,
-            "bigrams": distinct,
-            "arrays_sha256": list(map(sha256_of, merged)),
-        }
-        with new_file(path) as file:
-            line = json.dumps(with_sha256(header)).encode()
-            file.write(line + b" " * (-(len(line) + 1) % 64) + b"\n")  # Aligns the arrays that follow to 64 bytes.
-            for name in merged:
-                with name.open("rb") as part:
-                    shutil.copyfileobj(part, file)
+    tokens = sum(map(len, stores))
+    with work.task("counting", tokens) as advance:
+        found = count_bigrams(stores, advance)
+    kept = found.counts >= min_count
+    arrays = [found.bigrams[kept].astype("<u8"), found.counts[kept].astype("<u8")]
+    header = {
+        "format": FORMAT,
+        **description,
+        "tokens": tokens,
+        "occurrences": int(found.counts.sum()),
+        "min_count": min_count,
+        "bigrams": len(arrays[0]),
+        "arrays_sha256": [hashlib.sha256(array).hexdigest() for array in arrays],
+    }
+    with new_file(path) as file:
+        line = json.dumps(with_sha256(header)).encode()
+        file.write(line + b" " * (-(len(line) + 1) % 64) + b"\n")  # Aligns the arrays that follow to 64 bytes.
+        file.writelines(array.data for array in arrays)
     return header
 
 
@@ -117,9 +105,8 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
     if header is None or header.get("format") != FORMAT:
         raise UserError(f"{where}: not an intact file of bigrams; count them with `difftx data bigrams`")
     found, expected = path.stat(), len(line) + 16 * header["bigrams"]
-    if found.st_size != expected:
-        raise UserError(f"{where}: {found.st_size} bytes, its header says {expected}; count the bigrams again")
-    if _sha256_of_arrays(path, len(line), found.st_size, found.st_mtime_ns) != header["arrays_sha256"]:
+    arrays = (path, len(line), found.st_size, found.st_mtime_ns)
+    if found.st_size != expected or _sha256_of_arrays(*arrays) != header["arrays_sha256"]:
         raise UserError(f"{where}: the counts are corrupt; count the bigrams again")
     if (counted_with := header["tokenizer"]["vocabulary_sha256"]) != vocabulary_sha256:
         raise UserError(
@@ -140,42 +127,6 @@ def _bigrams_of(store: TokenStore, start: int, stop: int) -> np.ndarray:
     inside = np.ones(len(bigrams), bool)
     inside[offsets[first:last] - start - 1] = False  # The second token of these bigrams is the first of a document.
     return bigrams[inside]
-
-
-def _write_runs(stores: Sequence[TokenStore], path: Path, items: int, work: Work) -> np.ndarray:
-    """Write the sorted pairs (bigram, count) of each chunk of `items` tokens. Return where each chunk's pairs begin."""
-    lengths = [0]
-    with path.open("wb") as file, work.task("counting", sum(map(len, stores))) as advance:
-        for store in stores:
-            for start in range(0, len(store), items):
-                stop = min(start + items, len(store))
-                bigrams, counts = np.unique(_bigrams_of(store, start, stop), return_counts=True)
-                np.stack([bigrams, counts.astype(np.uint64)], axis=1).tofile(file)
-                lengths.append(len(bigrams))
-                advance(stop - start)
-    return np.cumsum(lengths)
-
-
-def _merge(runs: np.ndarray, bounds: np.ndarray, items: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Merge the pairs of all chunks (runs). Yield the number of pairs read, their bigrams, and the total counts.
-
-    A step looks at the next part of each run, `items` pairs in all. It merges all pairs up to the smallest bigram that
-    ends a part. These totals are final, because all pairs that are not read yet have larger bigrams.
-    """
-    starts, ends = bounds[:-1].copy(), bounds[1:]
-    share = max(1, items // max(1, len(ends)))
-    while len(unfinished := np.flatnonzero(starts < ends)):
-        stops = np.minimum(starts[unfinished] + share, ends[unfinished])
-        last = runs[stops - 1, 0].min()
-        parts = [
-            runs[start : start + np.searchsorted(runs[start:stop, 0], last, side="right")]
-            for start, stop in zip(starts[unfinished], stops, strict=True)
-        ]
-        starts[unfinished] += [len(part) for part in parts]
-        entries = np.concatenate(parts)
-        entries = entries[np.argsort(entries[:, 0], kind="stable")]
-        firsts = np.flatnonzero(np.concatenate([[True], entries[1:, 0] != entries[:-1, 0]]))
-        yield len(entries), entries[firsts, 0], np.add.reduceat(entries[:, 1], firsts)
 
 
 @functools.lru_cache(maxsize=1)  # Training and suite `quantize` read the file many times, and it may be large.

@@ -4,8 +4,6 @@ import datetime
 import functools
 import hashlib
 import json
-import signal
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +15,6 @@ import jinja2.sandbox
 
 from difftx.errors import UserError
 
-RENDER_SECONDS = 30  # Limit of the CPU time of one conversation. Templates that end take milliseconds.
-REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of a message's reasoning; the first one counts.
 ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 
 type Message = Mapping[str, Any]  # Has "role" and mostly "content".
@@ -45,11 +41,8 @@ class ChatTemplate:
         """Return the text of a conversation, optionally with the beginning of the assistant's next message."""
         _require_valid(messages)
         try:
-            if threading.current_thread() is threading.main_thread():  # Other threads cannot handle signals.
-                signal.signal(signal.SIGPROF, _stop)
-                signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS, 1)  # Repeated, because Jinja drops some errors.
             return self._template.render(
-                messages=[_normalised(message) for message in messages],
+                messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -58,8 +51,6 @@ class ChatTemplate:
             )
         except Exception as error:  # A template can raise errors of many types, such as TypeError.
             raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def turns(self, messages: Sequence[Message], date: Date = None) -> list[tuple[str, str]]:
         """Return each message of the assistant as a pair: the text before it, as in generation, and its own text.
@@ -101,20 +92,9 @@ def _require_valid(messages: object) -> None:
             raise UserError(f"messages: message {i} is not an object with {ROLES}")
 
 
-def _normalised(message: Message) -> dict[str, Any]:
-    # As in transformers: many templates test whether a key exists, and read the reasoning under one of two names.
-    found = {key: value for key, value in message.items() if value is not None}
-    reasoning = [found[name] for name in REASONING if name in found]
-    return {"thinking": reasoning[0], **found, "reasoning_content": reasoning[0]} if reasoning else found
-
-
-def _stop(*_: object) -> None:
-    raise TimeoutError(f"it takes more than {RENDER_SECONDS} s of CPU time")
-
-
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the sandbox in which transformers renders, with the same functions, except those of random results."""
+    """Return the sandbox in which transformers renders, with the same functions."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -129,5 +109,4 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception  # pyrefly: ignore[unsupported-operation]
-    del environment.globals["lipsum"], environment.filters["random"]
     return environment

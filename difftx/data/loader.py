@@ -146,9 +146,8 @@ def check_ids(rows: Rows, vocab_size: int, where: Callable[[int], str]) -> None:
         if len(invalid := np.argwhere((ids < 0) | (ids >= vocab_size))):
             row, position = invalid[0].tolist()
             value = int(ids[row, position])
-            unsigned = f" ({value % 2**32} as uint32)" if value < 0 else ""
             raise UserError(
-                f"{where(row)}: {name}[{position}] is id {value}{unsigned}, which model.vocab_size={vocab_size} does "
+                f"{where(row)}: {name}[{position}] is id {value}, which model.vocab_size={vocab_size} does "
                 "not have; restore the data, or prepare it again with the tokenizer of data.tokenizer"
             )
 

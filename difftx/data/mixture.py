@@ -21,7 +21,6 @@ import xxhash
 BLOCK_ROWS = 256  # B in the text above. Batches of at least this many rows have nearly the exact proportions.
 PERIOD_BITS = 12
 PERIOD_BLOCKS = 2**PERIOD_BITS  # M in the text above. Weights are rounded to multiples of 1 / (B·M), one in a million.
-SOURCE_ORDER = "order of sources"  # Entry of a signature of data with the names of its sources, if there are several.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +59,6 @@ def begun(signature: dict[str, Any], examples: int) -> dict[str, Any]:
     last_block = -(-examples // BLOCK_ROWS) - 1
     last_token = last_block * BLOCK_ROWS * signature.get("sequence_length", 1)
     return signature | {"stages": [stage for stage in signature.get("stages", ()) if stage[0] <= last_token]}
-
-
-def rows_read_again(old: dict[str, Any], new: dict[str, Any], examples: int) -> list[str]:
-    """Describe which rows a mixture repeats or skips from example `examples` on, because its weights have changed."""
-    if SOURCE_ORDER not in new or old.get(SOURCE_ORDER) != new[SOURCE_ORDER]:
-        return []
-    names, block = new[SOURCE_ORDER], -(-examples // BLOCK_ROWS)
-    before, after = (Mixture(names, stages_of(signature), 0).used(block) for signature in (old, new))
-    changes = {name: int(a - b) for name, b, a in zip(names, before, after, strict=True) if a != b}
-    return [f"{'skips' if n > 0 else 'repeats'} about {abs(n)} rows of {name}" for name, n in changes.items()]
 
 
 class Mixture:

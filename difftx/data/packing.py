@@ -1,21 +1,14 @@
 """Rows of T tokens, made from a store by splitting it every T tokens or by packing whole documents into rows."""
 #   T = tokens per row
 
-import contextlib
 import dataclasses
-import hashlib
-import io
-import json
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from difftx.data.store import TokenStore
-from difftx.errors import UserError
-from difftx.files import new_file
 
-BEST_FIT_VERSION = 1  # Increase it when the result of `best_fit` changes, so that cached results are not used.
+BEST_FIT_VERSION = 1  # Increase it when the result of `best_fit` changes, so that no run resumes with other rows.
 GROUP_DOCUMENTS = 2**17  # Number of documents packed at once. Larger groups use more memory and mix distant documents.
 
 # A row is a dictionary of arrays of T elements. "tokens" and "targets" are int32, and a target is the next token.
@@ -63,15 +56,15 @@ class PackedRows:
     `document_mask`, the first token of a document counts too. Prompt tokens never count.
     """
 
-    def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
-        """Assign the tokens to rows. The packing "best_fit" caches its result in the folder `cache_path`."""
+    def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool):
+        """Assign the tokens to rows. The packing "best_fit" takes half a second per billion tokens."""
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
         self.threads = store.threads
         self._offsets = store.offsets.view(np.int64)  # As int64, because a sum of uint64 and int64 is a float.
         # Positions in the store at which tokens begin to count in the loss, and at which they end to, in turn.
         self._edges = None if store.counted is None else store.counted.ravel().view(np.int64)
-        self._index = None if packing == "concat" else cached_best_fit(self._offsets, sequence_length, Path(cache_path))
+        self._index = None if packing == "concat" else best_fit(self._offsets, sequence_length)
 
     def __len__(self) -> int:
         if self._index is not None:
@@ -142,29 +135,6 @@ def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:
         positions[:filled] = np.arange(filled) - np.repeat(starts, segment_lengths)
         row |= {"segment_ids": ids, "positions": positions}
     return row
-
-
-def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
-    """Return the result of `best_fit`, cached as a file in `folder`. A corrupt file is built again."""
-    digest = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
-    digest.update(np.ascontiguousarray(offsets))
-    path = folder.expanduser() / f"{digest.hexdigest()}.index"
-    try:
-        if path.exists():
-            content = path.read_bytes()
-            # The archive has checksums. If it is corrupt, errors of many types are raised.
-            with contextlib.suppress(Exception), np.load(io.BytesIO(content)) as archive:
-                return PackIndex(archive["first"], archive["starts"], archive["lengths"])
-            print(f"{path}: corrupt; packing again", flush=True)
-        index = best_fit(offsets, row_tokens)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as file:  # Atomic, so several processes may build the file at the same time.
-            np.savez(file, **vars(index))
-        return index
-    except OSError as error:
-        raise UserError(
-            f"data.cache_path: {path} cannot be written or read ({error.strerror}); name another folder"
-        ) from error
 
 
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:

@@ -28,8 +28,6 @@ ZSTD_OPTIONS = {zstd.DecompressionParameter.window_log_max: zstd.DecompressionPa
 OPENERS = {".gz": gzip.open, ".zst": functools.partial(zstd.open, options=ZSTD_OPTIONS), ".xz": lzma.open}
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 BYTE_ORDER_MARK = "\ufeff"  # Some programs on Windows write it at the start of UTF-8. It is not part of the text.
-MAX_DOCUMENT_BYTES = 2**30  # Maximum size of a decompressed line or text file. Each is tokenised in one call.
-TOO_LONG = f"is longer than the {MAX_DOCUMENT_BYTES:,} bytes that a document may have; split it"
 
 
 def open_stream(file: AnyPath | HubFile, stored: BinaryIO | None = None) -> BinaryIO:
@@ -110,10 +108,7 @@ def read_records(path: AnyPath, *, field: str, what: str) -> Iterator[Record]:
     empty = True
     try:
         with open_stream(path) as stream:
-            lines = iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b"")
-            for number, line in enumerate(lines, start=1):
-                if len(line) > MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
-                    raise UserError(f"{path}: line {number} {TOO_LONG}")
+            for number, line in enumerate(stream, start=1):
                 if line.strip():
                     empty = False
                     yield _record(f"{path}: line {number}", line)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from difftx.config.data import STDLIB, SYNTHETIC, DataConfig
-from difftx.data.mixture import BLOCK_ROWS, SOURCE_ORDER, Mixture, Shuffled, stages_of
+from difftx.data.mixture import BLOCK_ROWS, Mixture, Shuffled, stages_of
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.records import BYTE_ORDER_MARK, OPENERS, files_of
 from difftx.data.store import SPLITS, ShardedStore, TokenStore, UpsampledStore, is_store, open_store, read_meta
@@ -82,7 +82,7 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:
     signature = {
         **{f"source {name}": rows.fingerprint for name, rows in train.items()},
         # The index of a source determines its seed and its positions in a mixture.
-        **({SOURCE_ORDER: list(train)} if len(train) > 1 else {}),
+        **({"order of sources": list(train)} if len(train) > 1 else {}),
         "weights": [source.weight for source in config.sources],
         "stages": [[stage.from_tokens, *stage.weights] for stage in config.stages],
         "upsampling": dataclasses.asdict(config.upsampling) if config.upsampling.longer_than_tokens else None,
@@ -149,7 +149,6 @@ def pack(store: TokenStore, config: DataConfig) -> PackedRows:
         sequence_length=config.sequence_length,
         packing=config.packing,
         document_mask=config.document_mask,
-        cache_path=config.cache_path,
     )
 
 

@@ -125,18 +125,14 @@ class ShardedStore(TokenStore):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, shard: int, start: int, stop: int) -> np.ndarray:
-        tokens = np.empty(stop - start, self.dtype)
-        buffer, done = tokens.view(np.uint8), 0
-        file = _open(self._files[shard], self._hashes[shard])
-        while done < len(buffer):
-            try:
-                count = os.preadv(file.fileno(), [buffer[done:]], start * self.dtype.itemsize + done)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, file.name) from error
-            if not count:
-                raise UserError(f"{file.name}: truncated while it was in use, before token {stop} of it; {RESTORE}")
-            done += count
-        return tokens
+        file, size = self._files[shard], (stop - start) * self.dtype.itemsize
+        try:
+            content = os.pread(_open(file, self._hashes[shard]).fileno(), size, start * self.dtype.itemsize)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file)) from error
+        if len(content) < size:
+            raise UserError(f"{file}: truncated while it was in use, before token {stop} of it; {RESTORE}")
+        return np.frombuffer(content, self.dtype)
 
 
 class BucketStore(ShardedStore):

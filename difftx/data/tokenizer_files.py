@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from difftx.data.byte_level import BYTES_OF
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, import_extra
@@ -26,6 +25,18 @@ FILES = (TOKENIZER, MODEL, CONFIG, SPECIAL_TOKENS, TEMPLATE)
 # Keys of tokenizer_config.json that name a special token. Chat templates receive them as variables.
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 SPACE = "▁"  # U+2581, which stands for a space in the tokens of SentencePiece.
+# cl100k_base's pattern, without possessive quantifiers: the regex engine of `tokenizers` interprets them differently.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+# As in GPT-2's files, characters from 256 on represent the bytes that are not printable Latin-1 characters.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+BYTES_OF = {character: byte for byte, character in CHARACTERS.items()}
 
 
 def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileTokenizer":
@@ -37,16 +48,11 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
     if path.is_dir():
         found = [path / file for file in (TOKENIZER, MODEL) if (path / file).is_file()]
         if not found:
-            raise UserError(f"{name}: the folder has neither {TOKENIZER} nor {MODEL}")
+            raise UserError(f"{name}: the folder has neither {TOKENIZER} nor {MODEL}; put the tokenizer's files there")
         path = found[0]
     settings = read_settings(path.parent)
     family = SentencePieceTokenizer if path.suffix == ".model" else JsonTokenizer
-    try:
-        return family(path, settings, name, end_of_text)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{name}: its files are not those of a tokenizer ({error!r})") from error
+    return family(path, settings, name, end_of_text)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -71,10 +77,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one if there is no such file."""
-    content = read_json(path) if path.is_file() else {}
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected an object with settings of a tokenizer")
-    return content
+    return read_json(path) if path.is_file() else {}
 
 
 class FileTokenizer(Tokenizer):
@@ -111,8 +114,7 @@ class JsonTokenizer(FileTokenizer):
     def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
         self.content, self._settings, self._field = read_json(path), settings, field
         self._library = import_extra("tokenizers", EXTRA)
-        self._coders: dict[tuple[bool, bool], Any] = {}
-        self._plain = self._coder(chat=True, continues=False)
+        self._plain = self._build(self.content)
         super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
         encoded = self._plain.encode("a")
         length = [*encoded.special_tokens_mask, 0].index(0)  # Of the special tokens in front of every text.
@@ -142,16 +144,13 @@ class JsonTokenizer(FileTokenizer):
         return json_sha256([self.content, added, self.eot_token])
 
     def _encode(self, text: str, *, chat: bool, continues: bool) -> list[int]:
-        coder = self._coder(chat=chat, continues=continues)
-        return coder.encode(_without_surrogates(text), add_special_tokens=False).ids
+        coder = self._continuing if continues else self._plain
+        coder.encode_special_tokens = not chat  # Only in a chat do the names of special tokens have a meaning.
+        return coder.encode(text, add_special_tokens=False).ids
 
-    def _coder(self, *, chat: bool, continues: bool) -> Any:
-        """Return the library's tokenizer. Only for a chat do the names of special tokens in the text have a meaning."""
-        if (chat, continues) not in self._coders:
-            coder = self._build(_without_leading_space(self.content) if continues else self.content)
-            coder.encode_special_tokens = not chat
-            self._coders[chat, continues] = coder
-        return self._coders[chat, continues]
+    @functools.cached_property
+    def _continuing(self) -> Any:
+        return self._build(_without_leading_space(self.content))
 
     def _build(self, raw: dict[str, Any]) -> Any:
         """Return the library's tokenizer of a tokenizer.json, with the added tokens of the settings."""
@@ -205,10 +204,13 @@ class SentencePieceTokenizer(FileTokenizer):
             self._model = library.SentencePieceProcessor(model_proto=content)
         except Exception as error:  # Errors of protobuf and of the library, of several types.
             raise UserError(f"{field}: not a SentencePiece model ({error})") from error
-        trainer, normal = description.trainer_spec, type(description.normalizer_spec)()
-        normal.CopyFrom(description.normalizer_spec)
+        trainer, normal = description.trainer_spec, description.normalizer_spec
+        # LlamaTokenizer does not read these options of the model, and merges as BPE does.
+        options = (normal.name, normal.add_dummy_prefix, normal.remove_extra_whitespaces, normal.escape_whitespaces)
+        is_bpe = trainer.model_type == trainer.BPE and trainer.byte_fallback and not trainer.treat_whitespace_as_suffix
+        self.transformers_class = "LlamaTokenizer" if is_bpe and options == ("identity", True, False, True) else None
         # Text that continues another one has no leading space unless it begins with one, which is then kept.
-        description.normalizer_spec.add_dummy_prefix = description.normalizer_spec.remove_extra_whitespaces = False
+        normal.add_dummy_prefix = normal.remove_extra_whitespaces = False
         self._continuing = library.SentencePieceProcessor(model_proto=description.SerializeToString())
         ids = range(self._model.get_piece_size())
         pieces = [self._model.id_to_piece(id_) for id_ in ids]
@@ -226,13 +228,9 @@ class SentencePieceTokenizer(FileTokenizer):
         if settings.get("add_bos_token"):
             self.prefix = (vocabulary[_content(settings["bos_token"])],)
         self._content = content
-        # LlamaTokenizer does not read these options of the model, and merges as BPE does.
-        options = (normal.name, normal.add_dummy_prefix, normal.remove_extra_whitespaces, normal.escape_whitespaces)
-        is_bpe = trainer.model_type == trainer.BPE and trainer.byte_fallback and not trainer.treat_whitespace_as_suffix
-        self.transformers_class = "LlamaTokenizer" if is_bpe and options == ("identity", True, False, True) else None
 
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
-        return (self._continuing if continues else self._model).encode(_without_surrogates(text))
+        return (self._continuing if continues else self._model).encode(text)
 
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
         ids: list[int] = []
@@ -315,8 +313,3 @@ def _with_spaces(token: str) -> bytes:
 
 def _with_byte_fallback(token: str) -> bytes:
     return bytes.fromhex(found[1]) if (found := re.fullmatch("<0x([0-9A-F]{2})>", token)) else _with_spaces(token)
-
-
-def _without_surrogates(text: str) -> str:
-    """Return a text with U+FFFD in place of each half of a surrogate pair, which tiktoken encodes so too."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -5,19 +5,15 @@ import functools
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tiktoken
 
 from difftx.config import Config
 from difftx.data.tokenizer import BYTES, TiktokenTokenizer, Tokenizer, byte_encoding, encoding_from_file
 from difftx.data.tokenizer_files import FILES, load_files
-from difftx.errors import UnreadableError, UserError, did_you_mean
+from difftx.errors import UnreadableError, UserError, did_you_mean, note_copy
 from difftx.files import read_file
-from difftx.storage.paths import is_bucket, path_of
-
-if TYPE_CHECKING:
-    from etils import epath
+from difftx.storage.paths import BucketPath, is_bucket, path_of
 
 VOCABULARY_MULTIPLE = 128  # A derived `model.vocab_size` is rounded up to a multiple, the lanes of a TPU.
 
@@ -33,11 +29,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
     largest. `end_of_text` is the end-of-text token for a tokenizer whose files do not name one.
     """
     if is_bucket(path := path_of(field, name)):
-        local = str(_local_copy(path))
-        try:
-            return load_tokenizer(local, field=field, end_of_text=end_of_text)
-        except UserError as error:
-            raise UserError(str(error).replace(local, name)) from error
+        return load_tokenizer(str(_local_copy(path)), field=field, end_of_text=end_of_text)
     known = tiktoken.list_encoding_names()
     if name not in known and (name.endswith((".json", ".model")) or Path(name).is_dir()):
         return load_files(Path(name), field=field, end_of_text=end_of_text)
@@ -63,7 +55,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
 
 
 @functools.cache
-def _local_copy(path: "epath.Path") -> Path:
+def _local_copy(path: BucketPath) -> Path:
     """Copy a tokenizer from a bucket to this machine, and return its path here. The copy lasts as long as the process.
 
     `path` is a file, whose settings lie next to it, or a folder.
@@ -72,6 +64,7 @@ def _local_copy(path: "epath.Path") -> Path:
     folder = path.parent if is_file else path
     local = Path(tempfile.mkdtemp(prefix="difftx-tokenizer-"))
     atexit.register(shutil.rmtree, local, ignore_errors=True)
+    note_copy(str(local), str(folder))
     for file in {*FILES, path.name} if is_file else FILES:
         content = read_file(folder / file)
         if content is not None:

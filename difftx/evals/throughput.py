@@ -104,7 +104,7 @@ def random_rows(config: Config, rows: int) -> PackedRows:
     length = config.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.embeddings, rows * length + 1, dtype=np.uint32)
     store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
-    return PackedRows(store, sequence_length=length, packing="concat", document_mask=False, cache_path="")
+    return PackedRows(store, sequence_length=length, packing="concat", document_mask=False)
 
 
 def rates_in_turn(

@@ -1,14 +1,13 @@
 """The model card and the generation config of an exported model folder."""
 
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from difftx.config.fields import flat, values_of
 from difftx.data.tokenizer import Tokenizer
-from difftx.errors import UserError, printable
+from difftx.errors import printable
 from difftx.files import write_atomically
 from difftx.interop.fields import function_fields
 from difftx.interop.remote_code_config import EAGER, MODELING
@@ -28,9 +27,7 @@ SERVING = {
 }  # Other classes are servable.
 
 
-def write_card(
-    folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, files: Path, command: Sequence[str]
-) -> None:
+def write_card(folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, files: Path) -> None:
     """Write the model card of an export. `name` is the final name of `folder`, and `settings` is its config.json.
 
     `files` has the small files of the run.
@@ -65,9 +62,7 @@ def write_card(
         "## Data",
         "The signature of the training data, which also identifies the tokenizer:",
         _code("json", json.dumps(checkpoint.data, indent=2)),
-        "## Command",
-        "This command made the folder:",
-        _code("bash", shlex.join(command)),
+        "## Config",
         "The config of the training:",
         _code("json", config.to_json().strip()),
     ]
@@ -87,12 +82,8 @@ def _losses(checkpoint: Checkpoint, files: Path, step: int, row: dict[str, Any])
     """Return the training loss in `row`, and the numbers of all suites whose results are of these weights."""
     found: list[tuple[str, Any]] = [("training loss", row.get("loss"))] if checkpoint.part == "params" else []
     for path in sorted(files.glob(f"evals/*/{step}*.json")):
-        try:
-            result = read_json(path)
-        except UserError:
-            continue
-        if isinstance(result, dict) and result.get("weights") == checkpoint.weights:
-            found += [(f"{path.parent.name}: {name}", number) for name, number in result.get("numbers", {}).items()]
+        if (result := read_json(path)).get("weights") == checkpoint.weights:
+            found += [(f"{path.parent.name}: {name}", number) for name, number in result["numbers"].items()]
     return [(name, f"{number:.4f}") for name, number in found if isinstance(number, int | float)]
 
 

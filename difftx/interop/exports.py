@@ -60,9 +60,7 @@ def write(run: Run, step: int) -> str:
             # It may take longer than a step.
             with new_folder(out, CONFIG, after_each_upload=report_progress) as folder:
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
-                written = write_export(checkpoint, str(workdir), run.files, folder, str(out), "hf", SHARD_MIB * 2**20)[
-                    0
-                ]
+                written, *_ = write_export(checkpoint, run.files, folder, str(out), "hf", SHARD_MIB * 2**20)
                 run.owner.check()
                 return f"{out}: {written}"
         except (OSError, UserError, RunError) as error:

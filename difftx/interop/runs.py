@@ -173,7 +173,6 @@ def differentialize_run(
                 return load_sources(config.data, tokenizer)
             return open_sources(checkpoint, tokenizer)
 
-        _empty(folder)
         lines = _differentialize(checkpoint.manifest, part, config, new, read, tokenizer, dex_heads, folder)
         write_run_files(folder, new, {"source_weights": checkpoint.weights})
         return [f"a run of step {STEP}, {_describe(new.model)}", *lines]
@@ -188,7 +187,6 @@ def merge_run(run: Checkpoints, folder: Path, step: int | None, part: WeightsPar
         config, tokenizer = open_tokenizer(checkpoint)
         rank = _require_adapters(checkpoint, "--merge")
         new, reader = config.but(train={"lora_rank": None, "trainable": ()}), ParamsReader(checkpoint.manifest, part)
-        _empty(folder)
         save_params(folder, copied_params(reader, config.model), new, {"tokenizer": tokenizer.fingerprint})
         write_run_files(folder, new, {"source_weights": checkpoint.weights})
         return [f"a run of step {STEP}, {_describe(new.model)}", f"adapters of rank {rank} merged into its weights"]
@@ -208,7 +206,6 @@ def export_adapters(run: Checkpoints, folder: Path, step: int | None, part: Weig
                 f"--to=peft: {run.workdir} has trained {others[0]} too, which adapters do not contain; use --to=hf, "
                 "which has merged weights"
             )
-        _empty(folder)
         tensors, modules = peft_tensors(ParamsReader(checkpoint.manifest, part), model, rank)
         write_tensors(folder / "adapter_model.safetensors", tensors)
         settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": rank}
@@ -226,12 +223,6 @@ def _require_adapters(checkpoint: Checkpoint, flag: str) -> int:
         folder = checkpoint.manifest.folder
         raise UserError(f"{flag}: {folder} has no adapters; training with train.lora_rank saves them")
     return rank
-
-
-def _empty(folder: Path) -> None:
-    """Delete what a conversion has written of a checkpoint that the training has deleted meanwhile."""
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _differentialize(
@@ -298,8 +289,7 @@ def export_run(
     """Write weights of the checkpoint that `read_checkpoint` selects to `folder`, later `out`. Return messages."""
 
     def export(checkpoint: Checkpoint) -> list[str]:
-        _empty(folder)
-        lines = write_export(checkpoint, str(run.workdir), pulled(run.workdir), folder, out, format_, shard_bytes, bits)
+        lines = write_export(checkpoint, pulled(run.workdir), folder, out, format_, shard_bytes, bits)
         if verify:
             config = checkpoint.config if bits is None else checkpoint.config.but(model={"matmul": f"{bits}_weights"})
             lines.append(compare_logits(folder, checkpoint.manifest, config, part))
@@ -312,7 +302,6 @@ def export_run(
 
 def write_export(
     checkpoint: Checkpoint,
-    workdir: str,
     files: Path,
     folder: Path,
     out: str,
@@ -320,7 +309,7 @@ def write_export(
     shard_bytes: int,
     bits: Bits | None = None,
 ) -> list[str]:
-    """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages.
+    """Write a checkpoint to `folder`, which is later renamed to `out`. Return messages.
 
     `files` has the small files of the run. The weights of products are rounded to `bits`, unless these are None.
     """
@@ -338,11 +327,7 @@ def write_export(
         shutil.copyfile(remote_code_config.MODELING, folder / remote_code_config.MODELING.name)
     if format_ != "official":
         write_generation_config(folder, tokenizer, model.embeddings)
-        flags = {"from": "difftx", "to": format_, "input": workdir, "out": out, "step": step}
-        flags |= {"weights": part} if part != "params" else {}
-        flags |= {"quantize": bits} if bits is not None else {}
-        command = ["python", "-m", "difftx", "convert", *(f"--{name}={flags[name]}" for name in flags)]
-        write_card(folder, PurePosixPath(out).name, settings, checkpoint, files, command)
+        write_card(folder, PurePosixPath(out).name, settings, checkpoint, files)
     written = shards[0] if len(shards) == 1 else f"{len(shards)} safetensors files"
     what = f"step {step}" if part == "params" else f"{part} of step {step}"
     return [f"{written} of {what}, {_describe(model)}", note]

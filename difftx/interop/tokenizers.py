@@ -13,17 +13,14 @@ from typing import Any
 
 from difftx.config import Config
 from difftx.data import tokenizer_files
-from difftx.data.byte_level import BYTE_LEVEL, CHARACTERS, PATTERN, SPLIT
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer
-from difftx.data.tokenizer_files import CONFIG, MODEL, TOKENIZER, FileTokenizer, JsonTokenizer
+from difftx.data.tokenizer_files import BYTE_LEVEL, CONFIG, MODEL, TOKENIZER, FileTokenizer, JsonTokenizer
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.files import write_atomically
 from difftx.json_files import read_json
 
 CL100K = "cl100k_base"
-# Pre-tokenizers of Qwen 2: cl100k_base's pattern, but each digit is a piece of its own.
-QWEN_SPLIT = [SPLIT | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, BYTE_LEVEL]
 GENERATION = "generation_config.json"
 # Settings that `export_tokenizer` writes. Others, such as a chat template, need the copied files.
 SETTINGS = {"tokenizer_class", "eos_token", "model_max_length", "clean_up_tokenization_spaces"}
@@ -37,7 +34,7 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_t
     """
     name = config.data.tokenizer
     # transformers encodes by the rules of Qwen 2 in all folders of this type, whatever class the settings name.
-    if model_type == "qwen2" and not (isinstance(tokenizer, JsonTokenizer) and _splits_as_qwen(tokenizer.content)):
+    if model_type == "qwen2" and not isinstance(tokenizer, JsonTokenizer):
         return (
             f"tokenizer: not exported: transformers would encode texts by the rules of Qwen 2, which are not those of "
             f"data.tokenizer={name!r}"
@@ -113,8 +110,6 @@ def open_tokenizer(source: Path) -> tuple[str, Tokenizer]:
 
     Raise `UserError` if the folder has none that difftx can read.
     """
-    if not has_tokenizer(source):
-        raise UserError(f"{source} has neither {TOKENIZER} nor {MODEL}; put the files of the model's tokenizer there")
     known = known_tokenizer(source, tokenizer_files.read_settings(source), BYTES)
     return known or str(source), load_tokenizer(known or str(source))
 
@@ -140,7 +135,7 @@ def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:
     encoding = tokenizer.encoding
     ranks = {value: rank for rank, value in enumerate(tokenizer.token_bytes) if value}
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    split = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]}
+    split = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [tokenizer_files.SPLIT, BYTE_LEVEL]}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -178,27 +173,19 @@ def _copy_files(tokenizer: FileTokenizer, folder: Path) -> None:
             shutil.copyfile(file, folder / (main if file == tokenizer.path else file.name))
 
 
-def _splits_as_qwen(content: Mapping[str, Any]) -> bool:
-    """Return whether a tokenizer.json with this content normalizes and splits texts as Qwen 2's does."""
-    steps = (content.get("pre_tokenizer") or {}).get("pretokenizers", [])
-    # trim_offsets changes no token ids.
-    theirs, ours = ([step | {"trim_offsets": True} for step in part] for part in (steps, QWEN_SPLIT))
-    return content.get("normalizer") == {"type": "NFC"} and theirs == ours
-
-
 def _is_convertible(name: str) -> bool:
     return name in (BYTES, CL100K) or name.endswith(".tiktoken")
 
 
-def _is_same(name: str, raw: dict[str, Any]) -> bool:
-    """Return whether the tokenizer `name` can be loaded and equals `raw`, the content of a tokenizer.json."""
+def _is_same(name: str, raw: Any) -> bool:
+    """Return whether the tokenizer `name` can be loaded and `raw` is the tokenizer.json that an export has of it."""
     if not _is_convertible(name):
         return False
     try:
         tokenizer = load_tokenizer(name)
-        return isinstance(tokenizer, TiktokenTokenizer) and _parts(tokenizer_json(tokenizer, name)) == _parts(raw)
-    except (UserError, UnreadableError, LookupError, TypeError, AttributeError):  # `raw` may be any JSON value.
+    except (UserError, UnreadableError):
         return False
+    return isinstance(tokenizer, TiktokenTokenizer) and tokenizer_json(tokenizer, name) == raw
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
@@ -212,16 +199,4 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _text(value: bytes) -> str:
-    return "".join(map(CHARACTERS.__getitem__, value))
-
-
-def _parts(raw: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the parts of a tokenizer.json that determine the token ids of a text, with those before and after it."""
-    model = raw["model"]
-    # Older files write "left right" instead of ["left", "right"].
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    added = {token["content"]: token for token in raw["added_tokens"]}  # With flags, such as "special".
-    vocabulary = {token: rank for token, rank in model["vocab"].items() if token not in added}
-    processor = raw.get("post_processor") or {"type": "ByteLevel"}  # This type changes no ids.
-    splits = raw.get("normalizer"), raw.get("pre_tokenizer")
-    return model["type"], vocabulary, merges, added, splits, processor["type"]
+    return "".join(map(tokenizer_files.CHARACTERS.__getitem__, value))

@@ -11,7 +11,7 @@ import jax
 from difftx.config import Config, ModelConfig
 from difftx.config.fields import Effect, Flag, fields_with, flat, marks, values_of
 from difftx.data.loader import Loader, signature_changes
-from difftx.data.mixture import begun, rows_read_again
+from difftx.data.mixture import begun
 from difftx.errors import UserError, shown
 from difftx.files import list_folder, resolved, size_of, source_sha256
 from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
@@ -193,9 +193,6 @@ def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_c
             f"cannot be compared with later ones{best})"
         )
     if allow_config_change:
-        signatures = loader_state["signature"], run.data.signature
-        for change in rows_read_again(*signatures, loader_state["examples"]):
-            print_on_primary(f"changed since the checkpoint: the mixture {change}, compared with the rows already read")
         loader_state = loader_state | {"signature": run.data.signature}
     loader, guard = _loader(run), Guard(run.config.guards)
     loader.restore(loader_state)

@@ -97,10 +97,7 @@ def impossible_faults() -> dict[str, str]:
 
 
 def process_options(folder: Path, layout: Layout, nan: tuple[int, ...] = ()) -> dict:
-    """Return the arguments of `Processes` for one layout, with bad batches, if any.
-
-    The packing index of the run lies in `folder`.
-    """
+    """Return the arguments of `Processes` for one layout, with bad batches, if any."""
     return {
         "count": layout.processes,
         "devices": layout.devices,

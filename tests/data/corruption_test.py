@@ -1,22 +1,20 @@
 """Stores and sources with invalid content, which are rejected with one line before the model reads the content."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 
 import grain
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import TINY
 from helpers import data_prepare
 from helpers.command_server import commands
 from helpers.data_loaders import loader_of, sharding_on
 
 from difftx.data.loader import ordered_batches
-from difftx.data.packing import PackedRows
 from difftx.data.sources import load_sources
-from difftx.data.store import TokenStore, open_store
+from difftx.data.store import open_store
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 
@@ -94,23 +92,12 @@ def test_ids_of_a_user_defined_source_are_checked(mesh_of, value, dtype):
         next(loader)
 
 
-def test_id_beyond_int32_is_reported_as_stored(mesh_of, tmp_path):
-    tokens = np.where(np.arange(41) == 20, 4_000_000_000, 7).astype(np.uint32)
-    store = TokenStore(tokens, np.array([0, 41], np.uint64))
-    rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False, cache_path=str(tmp_path))
-    with pytest.raises(UserError, match=r"4000000000 as uint32"):
-        list(ordered_batches(rows, batch_rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
-
-
 @pytest.mark.parametrize(
     ("kind", "index", "value", "message"),
     [
         ("offsets", 3, 2, r"00000\.offsets: the offsets do not rise from 0 to \d+; restore it"),
-        ("offsets", 3, 2**63, r"00000\.offsets: the offsets do not rise"),
-        ("offsets", 0, 1, r"00000\.offsets: the offsets do not rise"),
         ("offsets", -1, 10**6, r"00000\.offsets: the offsets do not rise"),
         ("counted", 5, 10**6, r"store/train: the ranges that count in the loss do not rise; restore it"),
-        ("counted", -1, 10**6, r"store/train: the ranges that count in the loss do not rise"),
     ],
 )
 def test_invalid_offsets_and_ranges_are_rejected_when_a_store_is_loaded(store, config, kind, index, value, message):
@@ -119,29 +106,10 @@ def test_invalid_offsets_and_ranges_are_rejected_when_a_store_is_loaded(store, c
         load_sources(config(data__path=store).data, load_tokenizer("bytes"))
 
 
-TRUNCATED = """
-import os, sys
-from difftx.data.store import open_store
-from difftx.errors import run_command
-
-def main():
-    store = open_store(sys.argv[1], "train")
-    store.slice(0, 10)
-    os.truncate(f"{sys.argv[1]}/train/00000.tokens", 1000)
-    print(store.slice(400, 500).sum())
-    store.slice(4096, 5000)
-
-run_command(main)
-"""
-
-
 def test_store_that_is_truncated_while_it_is_read_is_named(store):
-    assert len(open_store(store, "train")) > 5000
-    command = [sys.executable, "-c", TRUNCATED, str(store)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (result.returncode, result.stderr) == (
-        2,
-        f"error: {store}/train/00000.tokens: truncated while it was in use, before token 5000 of it; restore it, or "
-        "prepare the store again\n",
-    )
-    assert result.stdout.strip().isdigit()
+    opened, file = open_store(store, "train"), store / "train" / "00000.tokens"
+    opened.slice(0, 10)
+    os.truncate(file, 1000)
+    assert len(opened.slice(400, 500)) == 100
+    with pytest.raises(UserError, match=f"{file}: truncated while it was in use, before token 5000 of it; restore it"):
+        opened.slice(4096, 5000)

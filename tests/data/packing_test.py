@@ -1,8 +1,6 @@
 """Packing of documents into rows, against an oracle and by properties."""
 
 import itertools
-import resource
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from difftx.data import packing
 from difftx.data.packing import PackedRows, best_fit
 from difftx.data.store import TokenStore
-from difftx.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 ROW_TOKENS = st.integers(1, 17)
@@ -24,26 +21,20 @@ def store_of(lengths):
     return TokenStore(np.arange(1, offsets[-1] + 1, dtype=np.uint32), offsets)
 
 
-def rows_of(store, row_tokens, policy, cache, document_mask=True):
+def rows_of(store, row_tokens, policy, document_mask=True):
     return PackedRows(
         store,
         sequence_length=row_tokens,
         packing=policy,
         document_mask=document_mask,
-        cache_path=str(cache),
     )
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("policy", ["concat", "best_fit"])
 @settings(max_examples=30, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
-def test_rows_have_every_token_once_and_the_segments_of_an_oracle(cache, policy, lengths, row_tokens):
-    rows = rows_of(store_of(lengths), row_tokens, policy, cache)
+def test_rows_have_every_token_once_and_the_segments_of_an_oracle(policy, lengths, row_tokens):
+    rows = rows_of(store_of(lengths), row_tokens, policy)
     first_tokens = {1 + sum(lengths[:i]) for i in range(len(lengths))}
     last_tokens = {sum(lengths[: i + 1]) for i in range(len(lengths))}
     seen, learnt = [], []
@@ -80,9 +71,9 @@ def test_rows_have_every_token_once_and_the_segments_of_an_oracle(cache, policy,
 
 @settings(max_examples=30, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
-def test_concat_without_a_mask_gives_windows_of_the_store(cache, lengths, row_tokens):
+def test_concat_without_a_mask_gives_windows_of_the_store(lengths, row_tokens):
     store = store_of(lengths)
-    rows = rows_of(store, row_tokens, "concat", cache, document_mask=False)
+    rows = rows_of(store, row_tokens, "concat", document_mask=False)
     assert len(rows) == (sum(lengths) - 1) // row_tokens
     for index in range(len(rows)):
         row = rows[index]
@@ -102,13 +93,13 @@ def test_concat_without_a_mask_gives_windows_of_the_store(cache, lengths, row_to
 @given(
     documents=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=2, max_size=9), row_tokens=ROW_TOKENS
 )
-def test_prompts_change_only_the_loss_mask(cache, policy, document_mask, documents, row_tokens):
+def test_prompts_change_only_the_loss_mask(policy, document_mask, documents, row_tokens):
     plain = store_of([prompt + response for prompt, response in documents])
     prompts = np.array([prompt for prompt, _ in documents], np.uint64)
     counted = np.stack([plain.offsets[:-1] + prompts, plain.offsets[1:]], axis=1)
     store = TokenStore(plain.slice(0, len(plain)), plain.offsets, counted)
     in_prompt = {int(start) + 1 + i for start, n in zip(plain.offsets, prompts, strict=False) for i in range(int(n))}
-    with_prompts, without = (rows_of(each, row_tokens, policy, cache, document_mask) for each in (store, plain))
+    with_prompts, without = (rows_of(each, row_tokens, policy, document_mask) for each in (store, plain))
     assert len(with_prompts) == len(without)
     for index in range(len(without)):
         row, expected = with_prompts[index], dict(without[index])
@@ -119,8 +110,8 @@ def test_prompts_change_only_the_loss_mask(cache, policy, document_mask, documen
 
 @settings(max_examples=30, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
-def test_best_fit_without_a_mask_gives_the_same_tokens(cache, lengths, row_tokens):
-    masked, plain = (rows_of(store_of(lengths), row_tokens, "best_fit", cache, document_mask=m) for m in (True, False))
+def test_best_fit_without_a_mask_gives_the_same_tokens(lengths, row_tokens):
+    masked, plain = (rows_of(store_of(lengths), row_tokens, "best_fit", document_mask=m) for m in (True, False))
     for index in range(len(plain)):
         assert set(plain[index]) == {"tokens", "targets", "loss_mask"}
         for name, array in plain[index].items():
@@ -161,55 +152,3 @@ def test_groups_of_documents_are_packed_one_after_another(monkeypatch):
     parts = [best_fit(offsets[a : a + 41], 8) for a in (0, 40, 80)]
     np.testing.assert_array_equal(whole.starts, np.concatenate([p.starts for p in parts]))
     assert len(whole) == sum(map(len, parts))
-
-
-def test_index_is_built_once_per_content(tmp_path, monkeypatch):
-    store = store_of([5, 3, 4, 9])
-    built = []
-    monkeypatch.setattr(packing, "best_fit", lambda *args: built.append(args) or best_fit(*args))
-    first = rows_of(store, 8, "best_fit", tmp_path / "new" / "cache")
-    again = rows_of(store, 8, "best_fit", tmp_path / "new" / "cache")
-    assert len(built) == 1
-    for index in range(len(first)):
-        np.testing.assert_array_equal(first[index]["tokens"], again[index]["tokens"])
-    rows_of(store, 9, "best_fit", tmp_path / "new" / "cache")
-    rows_of(store_of([5, 3, 4, 8]), 8, "best_fit", tmp_path / "new" / "cache")
-    assert len(built) == 3
-    assert sorted(p.suffix for p in (tmp_path / "new" / "cache").iterdir()) == [".index"] * 3
-
-
-def test_failed_write_leaves_no_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would leave cut files of bytecode.
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"data\.cache_path: .* \(File too large\); name another folder"):
-            rows_of(store_of([5, 3]), 8, "best_fit", tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == []
-
-
-def flipped(data):
-    at = len(data) // 2
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-@pytest.mark.parametrize("corruption", [flipped, lambda d: d[:-8], lambda d: d[:3], lambda d: b""])
-def test_corrupt_index_is_reported_and_rebuilt(tmp_path, capsys, corruption):
-    store = store_of([5, 3, 4, 9, 2, 7, 1])
-    sound = rows_of(store, 8, "best_fit", tmp_path)
-    [path] = tmp_path.iterdir()
-    content = path.read_bytes()
-    path.write_bytes(corruption(content))
-    assert capsys.readouterr().out == ""
-    healed = rows_of(store, 8, "best_fit", tmp_path)
-    out = capsys.readouterr().out
-    assert out.startswith(f"{path}: corrupt")
-    assert out.count("\n") == 1
-    assert path.read_bytes() == content
-    for index in range(len(sound)):
-        for name, array in sound[index].items():
-            np.testing.assert_array_equal(healed[index][name], array)
-    rows_of(store, 8, "best_fit", tmp_path)
-    assert capsys.readouterr().out == ""

@@ -1,18 +1,12 @@
 """Repeated runs of `difftx prepare`: after its own advice, and with corrupt files of an unfinished run."""
 
-import gzip
 import json
-import shutil
 
 import pytest
 from helpers.data_prepare import prepare, prepared, refused, texts_of, tree
 
-from difftx.data import records
-from difftx.data.prepare import readers
-from difftx.data.prepare.readers import Document, Fields, sources_of, validation_start
-from difftx.data.records import read_records
+from difftx.data.prepare.readers import Fields, validation_start
 from difftx.data.store import open_store
-from difftx.errors import UserError
 
 FIELDS = Fields("text", None)
 
@@ -86,65 +80,9 @@ def test_unfinished_run_resumes_with_another_fraction_and_shard_size(tmp_path):
     assert tree(out) == tree(tmp_path / "again")
 
 
-@pytest.fixture(scope="module")
-def unfinished(tmp_path_factory):
-    """Return an unfinished run with all units and shards, its flags, and the files of the store that it must become."""
-    folder = tmp_path_factory.mktemp("unfinished")
-    for name in "abc":
-        lines = (json.dumps({"text": f"document {name} {i}"}) + "\n" for i in range(300))
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    flags = [f"--input={folder}/*.jsonl", "--shard_tokens=5000", "--valid_fraction=0.2"]
-    prepared(folder / "sound", *flags)
-    other = folder / "out"
-    (folder / "c.jsonl").rename(folder / "c.away")
-    (folder / "c.jsonl").write_text("{")
-    refused(other, *flags)
-    (folder / "c.away").rename(folder / "c.jsonl")
-    (other / "meta.json").mkdir()
-    assert prepare(f"--out={other}", *flags).returncode == 2
-    (other / "meta.json").rmdir()
-    assert len(list((other / ".prepare" / "shards").iterdir())) > 3
-    return other, flags, tree(folder / "sound")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),  # Without a message, the file is written again.
-    [
-        ("shards/train-00001.json", None),
-        ("units/00002-000000-*.npz", "; delete it, and run the same command again"),
-        ("job.json", ": corrupt; choose another --out, or delete"),
-    ],
-)
-def test_corrupt_files_of_an_unfinished_run_are_written_again_or_named(unfinished, tmp_path, name, message):
-    source, flags, sound = unfinished
-    out = shutil.copytree(source, tmp_path / "out")
-    [file] = (out / ".prepare").glob(name)
-    file.write_bytes(b"")
-    if message is None:
-        prepared(out, *flags)
-        assert tree(out) == sound
-    else:
-        line = refused(out, *flags)
-        assert f"{file}: corrupt" in line
-        assert message in line
-
-
-def test_documents_beyond_the_limit_are_named_and_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_DOCUMENT_BYTES", 1000)
-    fits = json.dumps({"text": "x" * (1000 - len('{"text": ""}'))}).encode()
-    for unit_bytes in (10, 1000):
-        monkeypatch.setattr(readers, "UNIT_BYTES", unit_bytes)
-        with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
-            file.write(b"\n".join([fits, fits, fits[:-2] + b'y"}', fits]))
-        [source] = sources_of(str(tmp_path / "a.jsonl.gz"), valid=False, first_index=0)
-        *good, problem = [d for unit in source.units(FIELDS) for d in unit.content.documents(FIELDS)]
-        assert [len(d.text) for d in good if isinstance(d, Document)] == [len(fits) - 12] * 2
-        assert str(problem).startswith(f"{tmp_path}/a.jsonl.gz: line 3 is longer than the ")
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz: line 3 is longer than"):
-        list(read_records(tmp_path / "a.jsonl.gz", field="--prompts", what="prompts"))
-    for length, fits_in in ((1000, True), (1001, False)):
-        (tmp_path / "b.txt").write_bytes(b"z" * length)
-        [source] = sources_of(str(tmp_path / "b.txt"), valid=False, first_index=0)
-        [found] = [d for unit in source.units(FIELDS) for d in unit.content.documents(FIELDS)]
-        assert isinstance(found, Document) == fits_in
-        assert fits_in or "b.txt: the file is longer than" in str(found)
+def test_a_corrupt_journal_of_an_unfinished_run_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{")
+    refused(tmp_path / "out", f"--input={tmp_path}/a.jsonl")
+    (tmp_path / "out/.prepare/job.json").write_bytes(b"")
+    line = refused(tmp_path / "out", f"--input={tmp_path}/a.jsonl")
+    assert f"{tmp_path}/out/.prepare/job.json: corrupt; choose another --out, or delete" in line

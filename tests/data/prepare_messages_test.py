@@ -66,7 +66,7 @@ def test_only_messages_of_the_assistant_count_in_the_loss(tmp_path, family):
             # The tokens before each answer are those of its prompt in generation.
             text = encoding.chat_template.render(first[: 2 + 2 * turn], add_generation_prompt=True)
             assert tokens[document:start] == encoding.encode_chat(text)
-    rows = PackedRows(store, sequence_length=128, packing="best_fit", document_mask=True, cache_path=str(tmp_path))
+    rows = PackedRows(store, sequence_length=128, packing="best_fit", document_mask=True)
     total = sum(row["loss_mask"].sum() for row in map(rows.__getitem__, range(len(rows))))
     assert total == sum(stop - start for start, stop in ranges)
     meta = read_meta(tmp_path / "store")
@@ -172,13 +172,3 @@ def test_the_date_of_a_template_is_an_option_of_the_store(tmp_path):
 def test_invalid_conversations_and_flags_are_rejected(tmp_path, record, flags, message):
     folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
     assert message in refused(tmp_path / "store", *flags_of(tmp_path, folder, [record]), *flags)
-
-
-def test_invalid_conversations_are_skipped_and_named(tmp_path):
-    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
-    records = [{"messages": None}, CONVERSATIONS[0], {"messages": 3}]
-    store = store_of(tmp_path, folder, records, "--on_error=skip")
-    assert len(store.offsets) - 1 == 1
-    named = (tmp_path / "store" / "skipped.txt").read_text().splitlines()
-    assert [line.partition("chats.jsonl: ")[2].partition(":")[0] for line in named] == ["line 1", "line 3"]
-    assert all("messages: not a list of at least one message" in line for line in named)

@@ -68,18 +68,17 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path, monkeypatch):
     (tmp_path / "b" / "two.md").write_text("two")
     with gzip.open(tmp_path / "c.txt.gz", "wb") as file:
         file.write(b"three")
-    write_lines(tmp_path / "d.jsonl", [{"text": "four", "id": 4}, {"text": "five", "id": 5}])
+    write_lines(tmp_path / "d.JSONL", [{"text": "four", "id": 4}, {"text": "five", "id": 5}])
     documents = read(tmp_path)
     assert [d.text for d in documents] == ["print('naïve')\n", "one", "two", "three", "four", "five"]
     assert [d.id for d in documents[:2]] == [str(tmp_path / "a.py"), str(tmp_path / "b" / "one.txt")]
     assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["one"]
 
 
-@pytest.mark.parametrize("deep", ["", "set"])
-def test_descriptions_of_data_sets_are_left_out_of_folders(tmp_path, capsys, deep):
+def test_descriptions_of_data_sets_are_left_out_of_folders(tmp_path, capsys):
     """A file and a glob are read as they are."""
-    folder = tmp_path / deep
-    folder.mkdir(exist_ok=True)
+    folder = tmp_path / "set"
+    folder.mkdir()
     write_lines(folder / "train.jsonl", [{"text": "data", "id": 1}])
     for name in readers.DESCRIPTIONS:
         (folder / name).write_text("# Card\n")
@@ -108,26 +107,6 @@ def test_small_files_with_much_text_are_several_units(tmp_path, monkeypatch):
         assert [str(u.content) for u in source.units(FIELDS, unit.end, i)] == [str(u.content) for u in units[i:]]
 
 
-def test_a_folder_is_read_with_the_folders_that_it_links_to(tmp_path):
-    """Names that begin with a dot are left out there too. A path may contain characters of globs."""
-    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "corpus [1]"
-    for path, text in {
-        elsewhere / "deep" / "linked.txt": "linked",
-        elsewhere / ".cache" / "left_out.txt": "left out",
-        folder / "sub" / "own.txt": "own",
-        folder / ".hidden.txt": "left out",
-    }.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (folder / "books").symlink_to(elsewhere, target_is_directory=True)
-    (folder / "z.txt").symlink_to(folder / "sub" / "own.txt")
-    documents = read(folder)
-    assert [d.id for d in documents] == [
-        str(folder / name) for name in ("books/deep/linked.txt", "sub/own.txt", "z.txt")
-    ]
-    assert [d.text for d in documents] == ["linked", "own", "own"]
-
-
 @pytest.mark.parametrize("suffix", list(WRITERS))
 def test_byte_order_marks_are_not_part_of_the_text(tmp_path, suffix):
     for name, text in {"a.jsonl": '{"text": "x", "id": 1}\r\n\r\n{"text": "y", "id": 2}', "b.txt": "z\ufeff"}.items():
@@ -142,11 +121,10 @@ def test_byte_order_marks_are_not_part_of_the_text(tmp_path, suffix):
     assert str(read(tmp_path / "c.txt")[0]).endswith("byte 5 is not UTF-8")
 
 
-@pytest.mark.parametrize("window_bits", [27, 28, 31])
-def test_zstd_windows_of_every_size_are_read(tmp_path, window_bits):
-    """The frame is made by hand from RFC 8878. `zstd --long=31` writes the largest window."""
+def test_the_largest_zstd_window_is_read(tmp_path):
+    """The frame is made by hand from RFC 8878, as `zstd --long=31` writes it."""
     line = b'{"text": "x", "id": 1}'
-    header = b"\x28\xb5\x2f\xfd\0" + bytes([(window_bits - 10) << 3])  # A raw block follows.
+    header = b"\x28\xb5\x2f\xfd\0" + bytes([(31 - 10) << 3])  # A raw block follows.
     for name in ("a.jsonl.zst", "a.txt.zst"):
         (tmp_path / name).write_bytes(header + (len(line) << 3 | 1).to_bytes(3, "little") + line)
     assert [d.text for d in read(tmp_path)] == ["x", line.decode()]
@@ -166,9 +144,8 @@ def test_zstd_windows_of_every_size_are_read(tmp_path, window_bits):
         (b"[" * 100_000, "line 3: broken JSON"),
     ],
 )
-@pytest.mark.parametrize("unit_bytes", [1, 1000])
-def test_a_bad_line_is_named(tmp_path, monkeypatch, line, message, unit_bytes):
-    monkeypatch.setattr(readers, "UNIT_BYTES", unit_bytes)
+def test_a_bad_line_is_named(tmp_path, monkeypatch, line, message):
+    monkeypatch.setattr(readers, "UNIT_BYTES", 1)
     good = [json.dumps({"text": text, "id": text}).encode() for text in ("a", "b", "c")]
     assert len(good[0] + good[1]) + 2 == 50
     with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
@@ -181,7 +158,7 @@ def test_a_bad_line_is_named(tmp_path, monkeypatch, line, message, unit_bytes):
     assert "\n" not in str(problem)
 
 
-@pytest.mark.parametrize(("kind", "suffix"), [("jsonl", ".gz"), ("jsonl", ".zst"), ("txt", ".xz")])
+@pytest.mark.parametrize(("kind", "suffix"), [("jsonl", ".zst"), ("txt", ".xz")])
 def test_truncated_file_yields_its_complete_units_and_then_an_error(tmp_path, monkeypatch, suffix, kind):
     monkeypatch.setattr(readers, "UNIT_BYTES", 2000)
     path = tmp_path / f"a.{kind}{suffix}"
@@ -216,16 +193,6 @@ def test_corrupt_and_empty_files_are_named(tmp_path):
     assert all(message in problem for message, problem in zip(expected, problems, strict=True))
 
 
-def test_missing_input_is_reported(tmp_path):
-    for pattern, message in [
-        (tmp_path / "none.txt", "no such file"),
-        (tmp_path / "*.txt", "no such file"),
-        (tmp_path, "no such folder with files, and"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            read(pattern)
-
-
 def test_parquet_is_read_in_units_that_contain_every_row_once(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -249,25 +216,6 @@ def test_parquet_is_read_in_units_that_contain_every_row_once(tmp_path, monkeypa
     assert "not readable as Parquet" in str(problem)
 
 
-def test_text_of_parquet_that_is_not_utf8_is_named(tmp_path):
-    """Spark writes such text. pyarrow reads it, and raises an error when it makes a Python string of it."""
-    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
-    parquet = pytest.importorskip("pyarrow.parquet")
-
-    def strings(*values):
-        binary = pyarrow.array(values, pyarrow.binary())
-        return pyarrow.Array.from_buffers(pyarrow.string(), len(values), binary.buffers())
-
-    table = pyarrow.table({"text": strings(b"a", b"caf\xe9", b"c", b"d"), "id": strings(b"1", b"2", b"\xff", b"4")})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    first, *problems, last = read(tmp_path)
-    assert (first.text, last.text) == ("a", "d")
-    assert list(map(str, problems)) == [
-        f"{tmp_path}/a.parquet: row 1: field 'text': byte 3 is not UTF-8",
-        f"{tmp_path}/a.parquet: row 2: field 'id': byte 0 is not UTF-8",
-    ]
-
-
 def test_a_reader_of_an_extension_may_find_text_that_is_not_utf8(tmp_path, monkeypatch):
     """A reader as in docs/extend.md."""
 
@@ -281,12 +229,6 @@ def test_a_reader_of_an_extension_may_find_text_that_is_not_utf8(tmp_path, monke
     document, problem = read(tmp_path)
     assert document.text == "café"
     assert str(problem) == f"{tmp_path}/b.tab: the file has text that is not UTF-8 (invalid continuation byte)"
-
-
-def test_capital_letters_in_the_ending_of_a_name_do_not_matter(tmp_path):
-    write_lines(tmp_path / "A.JSONL.GZ", [{"text": "a", "id": 1}], ".gz")
-    write_lines(tmp_path / "B.Jsonl", [{"text": "b", "id": 2}])
-    assert [d.text for d in read(tmp_path)] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

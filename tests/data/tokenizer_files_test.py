@@ -17,7 +17,6 @@ from helpers.tokenizer_files import (
 )
 
 from difftx.commands import tokenizer as tokenizer_command
-from difftx.data import chat_template
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.sources import load_sources
 from difftx.data.tokenizers import load_tokenizer, padded_size, with_vocabulary
@@ -41,8 +40,10 @@ def edited(folder, name, change):
     (folder / name).write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-@pytest.mark.parametrize(("normalization", "byte_fallback"), [("identity", True), ("nmt_nfkc", True), ("nfkc", False)])
+@pytest.mark.parametrize(
+    ("model_type", "normalization", "byte_fallback"),
+    [("bpe", "identity", True), ("unigram", "nmt_nfkc", True), ("bpe", "nfkc", False)],
+)
 def test_a_sentencepiece_model_is_read_as_the_library_reads_it(tmp_path, model_type, normalization, byte_fallback):
     options = {"normalization": normalization, "byte_fallback": byte_fallback}
     path = sentencepiece_model(tmp_path / "own.model", model_type, **options)
@@ -94,13 +95,6 @@ def test_a_text_that_continues_another_has_no_space_in_front(tmp_path):
                 assert b"".join(values[id_] for id_ in ids) == text.encode(), folder.name
 
 
-def test_half_a_surrogate_pair_is_encoded_as_the_replacement_character(tmp_path):
-    tokenizers = [load_tokenizer(str(byte_level_folder(tmp_path / "json")))]
-    tokenizers.append(load_tokenizer(str(sentencepiece_model(tmp_path / "own.model", "bpe"))))
-    for tokenizer in (*tokenizers, load_tokenizer("bytes")):
-        assert tokenizer.encode_ordinary("a\ud83db") == tokenizer.encode_ordinary("a\ufffdb")
-
-
 def test_special_tokens_are_ordinary_text_except_in_chats(tmp_path):
     tokenizer = load_tokenizer(str(byte_level_folder(tmp_path / "json")))
     text = "a</s><|user|>"
@@ -131,9 +125,7 @@ SETTINGS = "tokenizer_config.json"
         ("tokenizer.json", "{", "line 1 is not JSON"),
         ("tokenizer.json", "[]", "not a tokenizer.json that `tokenizers` reads"),
         ("tokenizer.json", {"decoder": WORD_PIECE}, "its decoder is WordPiece"),
-        (SETTINGS, "[]", "expected an object with settings"),
         (SETTINGS, None, r"no file names its end-of-text token \(eos_token\); set data.end_of_text"),
-        (SETTINGS, {"added_tokens_decoder": [1]}, "its files are not those of a tokenizer"),
         ("chat_template.jinja", "{% if %}", "the chat template is not valid"),
     ],
 )
@@ -211,9 +203,6 @@ CHOSEN = ["91 squared is 8281.", "97 squared is 9409."]  # The first bytes of th
     ("texts", "trained", "held_out"),
     [
         (CHOSEN[:1], 1, 0),
-        (CHOSEN[:1] * 3, 3, 0),
-        (["", CHOSEN[0]], 2, 0),
-        (CHOSEN, 1, 1),
         (["90 squared is 8100.", *CHOSEN], 1, 2),
     ],
 )
@@ -252,10 +241,8 @@ def test_a_first_message_of_the_assistant_is_only_a_part_of_the_prompts():
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        *((messages, "not a list of at least one message") for messages in ("hello", [], MESSAGES[1])),
+        ("hello", "not a list of at least one message"),
         ([*MESSAGES, None], "message 3 is not an object with role and content"),
-        ([{"content": "a"}], "message 1 is not an object with role and content"),
-        ([MESSAGES[0]], "no message has the role assistant"),
         ([MESSAGES[1]], "no message has the role assistant after the first"),
     ],
 )
@@ -269,32 +256,12 @@ def test_conversations_without_a_target_are_refused(messages, message):
     [
         ("{{ raise_exception('roles must alternate') }}", "refuses the messages: roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "refuses the messages: access to attribute '__class__'"),
-        ("{{ messages.append(1) }}", "refuses the messages"),
         ("{% for m in messages %}{{ messages | length }}{% endfor %}", "cannot be told from its prompt"),
-        ("{{ [1, 2] | random }}", "No filter named 'random'"),
-        ("{{ lipsum() }}", "'lipsum' is undefined"),
     ],
 )
 def test_templates_run_in_a_sandbox_and_must_extend_the_prompt(text, message):
     with pytest.raises(UserError, match=message):
         template(text).turns(MESSAGES)
-
-
-# The signal may arrive in a callback of the garbage collector, which drops errors; the timer then repeats it.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{% set r = range(9999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
-        "{% macro tree(n) %}{% if n %}{{ tree(n - 1) }}{{ tree(n - 1) }}{% endif %}{% endmacro %}{{ tree(60) }}",
-        "{% for a in range(3) recursive %}{{ loop(range(3)) if loop.depth < 100 }}{% endfor %}",
-    ],
-)
-def test_a_template_that_does_not_end_is_stopped(monkeypatch, text):
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.1)
-    with pytest.raises(UserError, match=r"refuses the messages: it takes more than 0\.1 s of CPU time"):
-        template(text).render(MESSAGES, add_generation_prompt=False)
-    assert template().render(MESSAGES, add_generation_prompt=False)
 
 
 def test_a_template_has_the_functions_of_transformers():

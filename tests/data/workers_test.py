@@ -22,8 +22,6 @@ def job_in(folder):
         shard_tokens=1000,
         skip_unreadable=False,
         workers=2,
-        runner="local",
-        runner_options="",
     )
     job.units.mkdir(parents=True)
     return job

@@ -38,6 +38,7 @@ def test_readers_and_merge_have_the_merged_weights(config, mesh_of, tmp_path):
     assert len({(folder / "model.safetensors").read_bytes() for folder in formats}) == 1
 
 
+@pytest.mark.long
 def test_refusals(config, mesh_of, tmp_path):
     run_with_adapters(config, mesh_of(), tmp_path, "diff", ("lora/*", "final_norm/scale"))
 

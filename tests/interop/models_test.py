@@ -30,9 +30,7 @@ def expected(name):
     return np.load(FIXTURES / name / "expected.npz")
 
 
-@pytest.mark.parametrize(
-    "name", marked(MODELS, fast=["diff_grouped", "llama3", "qwen2", "qwen3", "mistral", "smollm3"])
-)
+@pytest.mark.parametrize("name", marked(MODELS, fast=["diff_grouped", "qwen3", "smollm3"]))
 def test_logits_are_those_of_transformers(imported, mesh_of, name):
     check_logits(imported(name), expected(name), mesh_of())
 
@@ -48,7 +46,7 @@ def test_greedy_generation_is_that_of_transformers(imported, mesh_of, name):
     check_generation(imported(name), expected(name), mesh_of())
 
 
-@pytest.mark.parametrize("name", marked(MODELS, fast=["diff", "qwen2", "qwen3", "mistral", "smollm3"]))
+@pytest.mark.parametrize("name", marked(MODELS, fast=["diff", "mistral"]))
 def test_round_trip_is_bit_for_bit(imported, mesh_of, tmp_path, name):
     format_ = "diffllama" if name.startswith("diff") else "hf"
     original, back = tensors_of(FIXTURES / name), tensors_of(export(imported(name), tmp_path / "back", format_=format_))

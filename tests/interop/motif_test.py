@@ -61,20 +61,6 @@ PUBLISHED = {
 }
 
 
-# Suites without data of their own, and settings of a tiny run.
-SUITES = {
-    "loss": {"loss_tokens": 256},
-    "recall": {"loss_tokens": 256},
-    "attention": {"attention.needles": 1, "attention.queries": 1, "attention.samples": 1, "needle.depths": [0]},
-    "needle": {"needle.cases": [{"needles": 1, "queries": 1}], "needle.lengths": [512], "needle.samples": 1},
-    "outliers": {"outliers.tokens": 512},
-    "quantize": {"quantize.bits": [8], "loss_tokens": 256},
-    "cache": {"cache.bits": [8], "cache.shares": [0.5], "loss_tokens": 256},
-    "gradients": {"gradients.tokens": 512, "gradients.at_initialization": ["as_configured"]},
-    "sample": {},
-}
-
-
 def write(folder, settings):
     """Write a folder with random weights and the tokenizer of bytes, and return its tensors."""
     folder.mkdir()
@@ -107,7 +93,7 @@ def imported(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, fast=["motif_2"]))
 def test_each_layer_is_that_of_the_reference(imported, name):
     tensors, folder, workdir = imported(name)
     tokens_T = np.random.default_rng(1).integers(256, size=20)
@@ -120,7 +106,8 @@ def test_each_layer_is_that_of_the_reference(imported, name):
         np.testing.assert_allclose(logits_BTV[0], expected_TV, rtol=0, atol=1e-5 * np.abs(expected_TV).max())
 
 
-@pytest.mark.parametrize("name", marked(MODELS, fast=["motif_2"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_that_of_the_reference(imported, name):
     tensors, _, workdir = imported(name)
     tokens = [5, 77, 130, 9, 200]
@@ -131,16 +118,6 @@ def test_greedy_text_is_that_of_the_reference(imported, name):
     run = difftx.load(workdir)
     expected = run.tokenizer.decode(tokens[5:])
     assert run.generate(tokens[:5], new_tokens=12, temperature=0) == expected
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
-def test_all_suites_run(imported, name):
-    run = difftx.load(imported(name)[2])
-    for suite, fields in SUITES.items():
-        numbers = difftx.evaluate(run, suite, **fields)[suite]
-        assert numbers, suite
-        assert np.isfinite([*numbers.values()]).all(), suite
 
 
 @pytest.mark.long
@@ -161,13 +138,8 @@ def test_the_published_models_have_the_published_sizes(total, settings):
     ("changes", "message"),
     [
         ({"num_noise_heads": 3}, "num_attention_heads=20 is not num_noise_heads=3 times an integer above 1"),
-        ({"num_noise_heads": 20}, "num_attention_heads=20 is not num_noise_heads=20 times an integer above 1"),
         ({"num_key_value_heads": 5}, "num_key_value_heads=5 must be even"),
-        ({"num_key_value_heads": 6}, r"model\.num_kv_heads=3 does not divide the 4 heads that have keys and values"),
         ({"k_ratio": 2}, "k_ratio=2 cannot be converted; only 1 can"),
-        ({"hidden_act": "silu"}, "hidden_act='silu' cannot be converted; only 'poly_norm' can"),
-        ({"use_bias": True}, "use_bias=True cannot be converted"),
-        ({"use_sliding_window": True}, "use_sliding_window=True cannot be converted"),
         ({"q_lora_rank": 512}, "q_lora_rank=512 cannot be converted"),  # Motif-3 has the same class.
     ],
 )

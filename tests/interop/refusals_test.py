@@ -18,11 +18,9 @@ from helpers.interop_folders import (
     tensors_of,
 )
 
-from difftx.config.model import RopeScalingConfig
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
 from difftx.interop.runs import check_representable
-from difftx.interop.tokenizers import tokenizer_json
 
 GROUPED = FIXTURES / "diff_grouped"
 LLAMA3 = {
@@ -34,8 +32,6 @@ LLAMA3 = {
 }
 ABSENT = object()
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -115,47 +111,30 @@ def test_a_tied_model_may_have_a_copy_of_its_embedding(tmp_path):
         # No hint: another model has another class, so renaming the class would not help.
         ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' cannot be converted; only .*, .* can$"),
         ({"model_type": "llama"}, "model_type='llama' cannot be converted; only 'diffllama' can"),
-        ({"auto_map": {"AutoModel": "modeling.M"}}, "auto_map={.*'modeling.M'} cannot be converted"),
-        ({"architectures": [["DiffLlamaForCausalLM"]]}, r"architectures=\['DiffLlamaForCausalLM'\] cannot"),
-        ({"attention_bias": True}, "attention_bias=True cannot be converted; remove it if it has no effect"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* cannot be converted"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' cannot be converted; only 'silu' can"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope scaling of type 'yarn' cannot be converted"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "'factor': None.* its numbers must be positive"),
-        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, r"high_freq_factor=1\.0 must exceed low_freq_factor"),
         (QWEN | {"use_sliding_window": True}, "use_sliding_window=True cannot be"),
-        (QWEN | {"num_key_value_heads": 0}, "num_key_value_heads=0: expected a count"),
-        (QWEN3 | {"attention_bias": True}, "attention_bias=True cannot be converted; remove it"),
-        (MISTRAL | {"sliding_window": 0}, r"config\.json: model\.window=0 must be positive"),
-        (MISTRAL | {"layer_types": ["sliding_attention"] * 3}, "layer_types=.* cannot be converted"),
         (SMOLLM3 | {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]: expected a 1 or a 0 for each of 3 layers"),
-        (SMOLLM3 | {"no_rope_layers": [1, 0, "0"]}, "expected a 1 or a 0 for each of 3 layers"),
-        (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window=True cannot be converted"),
         # transformers takes rope_scaling, though the folder has rope_parameters too.
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type 'linear' cannot"),
         ({"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "factor=8.0 cannot be converted with rope type"),
-        ({"rope_parameters": {"full_attention": LLAMA3}}, "full_attention=.* cannot be converted with rope type"),
-        ({"rope_parameters": {"rope_theta": float("inf")}}, "'rope_theta': inf.* must be positive"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: expected a positive number"),
-        ({"num_hidden_layers": 2 * 10**9}, r"no tensor model\.layers\.3\."),
         ({"num_attention_heads": 7}, "num_attention_heads=7 must be even"),
-        ({"hidden_size": "32"}, "hidden_size='32': expected a count"),
     ],
 )
 def test_models_that_difftx_cannot_represent(tmp_path, changes, message):
     refused(edit_config(GROUPED, tmp_path / "source", **changes), tmp_path / "out", message)
 
 
-@pytest.mark.parametrize("recognised", [False, True])
-def test_a_tokenizer_of_foreign_code(tmp_path, recognised):
+def test_a_tokenizer_of_foreign_code(tmp_path):
     """An export would contain the reference to the code, and `trust_remote_code=True` would execute it."""
     source = tmp_path / "source"
     shutil.copytree(FIXTURES / "llama", source)
     auto_map = {"AutoTokenizer": ["someone/evil--tokenization.Evil", None]}
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>", "auto_map": auto_map}))
-    raw = tokenizer_json(load_tokenizer("bytes"), "bytes") if recognised else {}
-    (source / "tokenizer.json").write_text(json.dumps(raw))
+    (source / "tokenizer.json").write_text("{}")
     message = r"tokenizer_config\.json: auto_map=.*someone/evil.* names code of a tokenizer"
     refused(source, tmp_path / "out", message)
     with pytest.raises(UserError, match=message):
@@ -184,24 +163,14 @@ def test_output_that_exists_or_has_no_parent(tmp_path):
         import_(GROUPED, tmp_path / "none" / "out")
 
 
-MUP = {"mup_base_width": 16, "mup_base_layers": 1, "mup_base_head_dim": 8}
-SCALING = RopeScalingConfig(factor=2.0)
-
-
 @pytest.mark.parametrize(
     ("architecture", "format_", "changes", "refusal"),
     [
         ("diff", "diffllama", {"lambda_init": 0.8}, "lambda_init=0.8 {}: a DiffLlamaForCausalLM would have None"),
-        ("diff", "diffllama", {"attention_logit_bits": 8}, "attention_logit_bits=8 {}: a DiffLlamaForCausalLM would"),
-        ("diff", "diffllama", {"head_norm": "none"}, "head_norm='none' {}: a DiffLlamaForCausalLM would have 'rms'"),
-        ("diff", "official", {"head_norm": "scalar"}, "head_norm='scalar' {}: a MultiheadFlashDiff1 would have 'rms_"),
         ("diff", "official", {"head_norm_eps": 1e-6}, "head_norm_eps=1e-06 {}: a MultiheadFlashDiff1 would have 1e-05"),
-        ("diff", "official", {"rope_scaling": SCALING}, "would have RopeScalingConfig("),
         ("diff", "official", {"head_dim": 4}, "head_dim=4: the official code derives it from d_model and num_heads"),
         ("transformer", "official", {"post_scale": 3.0}, "post_scale=3.0 {}: a MultiheadAttention would have None"),
         ("transformer", "hf", {"window": 8, "qk_norm": True}, "window=8 {}: a DifftxForCausalLM would have None"),
-        ("diff", "hf", {"window_pattern": "GN"}, "window_pattern='GN' {}: a DifftxForCausalLM would have 'L'"),
-        ("diff", "hf", MUP, "mup_base_width=16 {}: a DifftxForCausalLM would have None"),
         ("diff", "hf", {"attention_logit_bits": 8}, "attention_logit_bits=8 {}: a DifftxForCausalLM would have None"),
         ("diff_v2", "diffllama", {}, "architecture='diff_v2' {} with --to=diffllama; diff can"),
         (

@@ -15,7 +15,7 @@ from difftx.training.loss import batch_loss
 from difftx.training.state import graph
 
 
-def packed_rows(c, cache):
+def packed_rows(c):
     rng = np.random.default_rng(0)
     offsets = np.cumsum([0, *rng.integers(3, 15, 40)]).astype(np.uint64)
     store = TokenStore(rng.integers(0, 256, offsets[-1]).astype(np.uint16), offsets)
@@ -24,7 +24,6 @@ def packed_rows(c, cache):
         sequence_length=c.data.sequence_length,
         packing="best_fit",
         document_mask=True,
-        cache_path=str(cache),
     )
 
 
@@ -34,7 +33,7 @@ BACKENDS = [("diff", "xla"), ("transformer", "xla"), ("diff", "pallas_tpu"), ("t
 @pytest.mark.parametrize(("architecture", "backend"), marked(BACKENDS, fast=BACKENDS[:1]))
 def test_a_document_changes_no_output_of_another(config, mesh_of, tmp_path, architecture, backend):
     c = config(architecture, model__attention_implementation=backend, data__document_mask="true")
-    rows = packed_rows(c, tmp_path)
+    rows = packed_rows(c)
     batch = {name: np.stack([rows[i][name] for i in range(4)]) for name in rows[0]}
     ids_BT = batch["segment_ids"]
     assert ids_BT.max() >= 3
@@ -58,7 +57,7 @@ def test_a_document_changes_no_output_of_another(config, mesh_of, tmp_path, arch
 @pytest.mark.long
 def test_a_packed_batch_has_the_same_gradient_with_rows_sharded_over_devices(config, mesh_of, tmp_path):
     c = config(data__document_mask="true")
-    rows = packed_rows(c, tmp_path)
+    rows = packed_rows(c)
     host_batch = {name: np.stack([rows[i][name] for i in range(2)]) for name in rows[0]}
     results = []
     for sizes in ({}, {"context": 2}):

@@ -165,9 +165,6 @@ def test_mistakes_are_one_line(bucket):
     folder = bucket.folder()
     put(folder / "in" / "a.txt", b"text")
     put(folder / "other" / "file", b"x")
-    put(folder / "new" / f"{objects.PROBE}1", b"x")  # A probe that a killed process left behind.
-    with open_job(dataclasses.replace(job_in(folder), out=folder / "new"), {}):
-        pass
     for flags, message in (
         ([f"--input={folder}/out", f"--out={folder}/store"], f"--input='{folder}/out': no such file, no such folder"),
         ([f"--input={folder}/in/*.gz", f"--out={folder}/store"], "no file matches it as a glob"),
@@ -243,8 +240,6 @@ def job_in(folder):
         shard_tokens=100,
         skip_unreadable=False,
         workers=1,
-        runner="local",
-        runner_options="",
         **fields,
     )
 

@@ -26,9 +26,7 @@ STORE = TokenStore(TOKENS, np.array([0, len(TOKENS)], np.uint64))
 
 
 def loader_on(mesh, c):
-    rows = PackedRows(
-        STORE, sequence_length=c.data.sequence_length, packing="concat", document_mask=False, cache_path=""
-    )
+    rows = PackedRows(STORE, sequence_length=c.data.sequence_length, packing="concat", document_mask=False)
     return Loader(
         Sources(c.data, train={"train": rows}, valid={}, signature={}, notes=()),
         batch_rows=c.batch_rows,

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +18,8 @@ from difftx.data.prepare.readers import Conversation, Document, Source, Unit
 from difftx.data.prepare.token_files import Tokens
 from difftx.data.store import SPLITS, shard_file, write_meta
 from difftx.data.tokenizer import Tokenizer
-from difftx.errors import RunError, UserError
-from difftx.files import Owner, list_folder, new_file, read_file, remove_file, write_atomically
-from difftx.json_files import read_record, write_record
-from difftx.storage import objects
+from difftx.errors import UserError
+from difftx.files import Owner, list_folder, new_file, read_file, write_atomically
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.storage.reading import map_ahead
 
@@ -153,11 +150,7 @@ def _opened(files: Iterable[AnyPath]) -> Iterator[tuple[AnyPath, Mapping[str, np
         return file, io.BytesIO(read_file(file) or b"") if is_bucket(file) else file
 
     for file, opened in map_ahead(content, files):
-        try:
-            archive = np.load(opened)
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"{file}: corrupt ({error}); delete it, and run the same command again") from error
-        with archive:
+        with np.load(opened) as archive:
             yield file, archive
 
 
@@ -247,10 +240,8 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     return plan
 
 
-def write_shard(job: Job, shard: Shard) -> None:
-    """Assemble a shard from its units, then write its record, which marks the shard as finished."""
-    if read_record(_record_file(job, shard)) is not None:
-        return
+def write_shard(job: Job, shard: Shard) -> dict[str, Any]:
+    """Assemble a shard from its units, and return its entry for `meta.json`."""
     kinds, blocks = ["tokens", "offsets", "blocks"], BlockHasher()
     kinds += ["ids"] if job.fields.id is not None else []
     kinds += ["counted"] if job.fields.prompt is not None or job.fields.messages is not None else []
@@ -286,18 +277,19 @@ def write_shard(job: Job, shard: Shard) -> None:
         write("offsets", np.array([tokens], "<u8"))
         write("blocks", blocks.hashes())
     files_sha256 = {kind: digest.hexdigest() for kind, digest in hashes.items()}
-    counts = {"documents": documents, "tokens": tokens, "bytes": text_bytes}
-    write_record(_record_file(job, shard), counts | {"files": files_sha256})
+    return {"documents": documents, "tokens": tokens, "bytes": text_bytes, "sha256": files_sha256}
 
 
-def finish(job: Job, description: dict[str, Any], plan: Plan, owner: Owner) -> None:
-    """Write `meta.json`, which makes the folder a store. `open_job` yields `owner`, and deletes `job.work`."""
+def finish(
+    job: Job, description: dict[str, Any], plan: Plan, entries: Sequence[Mapping[str, Any]], owner: Owner
+) -> None:
+    """Write `meta.json`, which makes the folder a store. `entries` are the results of `write_shard`, by shard.
+
+    `open_job` yields `owner`, and deletes `job.work`.
+    """
     meta = description | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
-        shards = [_meta_entry(job, shard) for shard in plan.shards if shard.split == split]
-        if not is_bucket(job.out):
-            for leftover in (job.out / split).glob(".*"):  # Temporary files of a killed run.
-                leftover.unlink()
+        shards = [entry for shard, entry in zip(plan.shards, entries, strict=True) if shard.split == split]
         meta["splits"][split] = {
             **{name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")},
             "duplicates": plan.duplicates[split],
@@ -305,23 +297,8 @@ def finish(job: Job, description: dict[str, Any], plan: Plan, owner: Owner) -> N
         }
     if plan.problems:
         write_atomically(job.out / SKIPPED, "".join(f"{problem}\n" for problem in plan.problems))
-    for name in list_folder(job.out):
-        if name.startswith(objects.PROBE):  # A killed run left it.
-            remove_file(job.out / name)
     owner.check()
     write_meta(job.out, meta)
-
-
-def _meta_entry(job: Job, shard: Shard) -> dict[str, Any]:
-    record = read_record(_record_file(job, shard))
-    if record is None:
-        raise RunError(f"{_record_file(job, shard)}: corrupt since it was written; run the same command again")
-    record["sha256"] = record.pop("files")
-    return record
-
-
-def _record_file(job: Job, shard: Shard) -> AnyPath:
-    return job.shard_records / f"{shard.split}-{shard.index:05d}.json"
 
 
 def _first_occurrences(hash_: np.ndarray) -> np.ndarray:

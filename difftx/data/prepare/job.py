@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -52,9 +51,7 @@ class Job:
     valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
     shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
     skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
-    workers: int  # Number of local processes.
-    runner: str  # "local", or a runner of Apache Beam.
-    runner_options: str
+    workers: int  # Number of processes.
 
     @property
     def work(self) -> AnyPath:
@@ -64,11 +61,6 @@ class Job:
     @property
     def units(self) -> AnyPath:
         return self.work / "units"
-
-    @property
-    def shard_records(self) -> AnyPath:
-        """Folder with one JSON file per finished shard, which has the shard's entry for `meta.json`."""
-        return self.work / "shards"
 
     @property
     def journal(self) -> AnyPath:
@@ -190,8 +182,7 @@ def open_job(job: Job, description: dict[str, Any]) -> Iterator[Owner | None]:
     if _is_finished(job, description):
         yield None
     else:
-        others = {name for name in list_folder(job.out) if not name.startswith(objects.PROBE)} - {job.work.name}
-        if others and size_of(job.journal) is None:
+        if list_folder(job.out).keys() - {job.work.name} and size_of(job.journal) is None:
             raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
         with locked(job.work, f"--out={job.out}", TAKEOVER_SECONDS, wait_seconds=0) as owner:
             if _is_finished(job, description):  # Another process has finished it before this one got the lock.
@@ -200,11 +191,7 @@ def open_job(job: Job, description: dict[str, Any]) -> Iterator[Owner | None]:
                 _resume_or_start(job, description)
                 yield owner
     if is_store(job.out):
-        try:
-            remove_folder(job.work)  # It must not be locked, because NFS keeps files that are open.
-        except OSError as error:  # Another process may have a file open there, or delete the folder too.
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-                raise
+        remove_folder(job.work)  # It must not be locked, because NFS keeps files that are open.
 
 
 def _is_finished(job: Job, description: dict[str, Any]) -> bool:
@@ -218,8 +205,8 @@ def _is_finished(job: Job, description: dict[str, Any]) -> bool:
 
 
 def _resume_or_start(job: Job, description: dict[str, Any]) -> None:
-    """Delete the shards of an unfinished run if anything has changed, and write the journal."""
-    shard_folders = (job.shard_records, *(job.out / split for split in SPLITS))
+    """Delete the shards of an unfinished run, whose units are used again, and write the journal."""
+    shard_folders = [job.out / split for split in SPLITS]
     if size_of(job.journal) is not None:
         advice = f"choose another --out, or delete {job.out}"
         before = read_record(job.journal)
@@ -227,9 +214,8 @@ def _resume_or_start(job: Job, description: dict[str, Any]) -> None:
             raise UserError(f"{job.journal}: corrupt; {advice}")
         if difference := _difference(before, description, FIELDS_WITHOUT_EFFECT_ON_UNITS):
             raise UserError(f"{difference}: differs from the unfinished run in {job.work}; {advice}")
-        if before != description:
-            for folder in shard_folders:
-                remove_folder(folder)
+        for folder in shard_folders:
+            remove_folder(folder)
         if before["source"][STATES] != description["source"][STATES]:
             print(f"{job.input}: changed since the unfinished run; tokenising changed files again", file=sys.stderr)
     write_record(job.journal, description)  # Before the folders, because `open_job` rejects folders without a journal.

@@ -6,7 +6,6 @@ The main process reads and decompresses a unit, and a worker parses it into docu
 import bisect
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import re
@@ -32,8 +31,6 @@ DESCRIPTIONS = {"README.md", "config.json", "dataset_info.json", "dataset_infos.
 HUGGING_FACE = "hf:"
 TOKEN_FILES = ("npy", "bin")  # Endings of files with token ids.
 COLON = re.compile(r":(?![^\[]*\])")  # Not in brackets, because a split may be a slice such as "train[:10%]".
-# Half of a surrogate pair, which UTF-8 cannot encode. Python puts one into a path for each byte that is not UTF-8.
-HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 type InputFile = AnyPath | HubFile
 
@@ -89,9 +86,7 @@ class Conversation:
                 whole = prompt + text
                 turns += [ids[len(earlier) :], tokenizer.encode_chat(text, continues=True)]
             yield Document(whole, whole.encode(), self.id, turns=turns)
-        except UnicodeEncodeError:
-            yield UserError(f"{self.record_name()}: half of a surrogate pair, which is not UTF-8")
-        except UserError as error:
+        except (UnicodeEncodeError, UserError) as error:
             yield UserError(f"{self.record_name()}: {error}")
 
 
@@ -120,9 +115,7 @@ class Lines:
             record = json.loads(line.decode().removeprefix(records.BYTE_ORDER_MARK if position == 0 else ""))
         except UnicodeDecodeError as error:
             return UserError(f"{self.line_name(index)}: byte {position + error.start} of the file is not UTF-8")
-        except json.JSONDecodeError as error:
-            return UserError(f"{self.line_name(index)}: broken JSON ({error.msg}, column {error.colno})")
-        except (ValueError, RecursionError) as error:  # Numbers with too many digits, or brackets nested too deeply.
+        except (ValueError, RecursionError) as error:
             return UserError(f"{self.line_name(index)}: broken JSON ({error})")
         if not isinstance(record, dict):
             return UserError(f"{self.line_name(index)}: not a JSON object")
@@ -226,7 +219,7 @@ class Source:
             yield from read(self, fields, position)
         except records.READ_ERRORS as error:  # The documents before it are kept, and the last chunk is the error.
             yield unreadable(self.files[0], records.why_unreadable(self.files[0], error))
-        except UnicodeDecodeError as error:  # From `datasets`, or from a reader of an extension.
+        except UnicodeDecodeError as error:  # From pyarrow, `datasets` or a reader of an extension.
             yield unreadable(self.files[0], f"{self.files[0]}: the file has text that is not UTF-8 ({error.reason})")
 
 
@@ -299,15 +292,7 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(source.unit_bytes):
-            last = data.rfind(b"\n") + 1  # Start of the last line.
-            data += stream.readline(records.MAX_DOCUMENT_BYTES - (len(data) - last) + 1)
-            if len(data) - last > records.MAX_DOCUMENT_BYTES and not data.endswith(b"\n"):
-                whole = Lines(file, position, data[:last])
-                name = whole.line_name(data.count(b"\n", 0, last))
-                if whole.data:
-                    yield whole, position + last, stored.tell() - before
-                yield unreadable(file, f"{name} {records.TOO_LONG}; the lines after it are not read")
-                return
+            data += stream.readline()  # The rest of the last line.
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
             position, before = end, before + read
@@ -317,18 +302,15 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
 
 def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     # `position` is the index of a file.
-    def read(file: InputFile) -> bytes | OSError:
+    def read(file: InputFile) -> bytes | UserError:
         try:
-            with open_file(file) as stream:
-                # Compression never lengthens a text to twice its size.
-                return stream.read(2 * records.MAX_DOCUMENT_BYTES)
-        except OSError as error:
-            return error
+            with records.open_stream(file) as stream:
+                return stream.read() or UserError(f"{file}: the file is empty")
+        except records.READ_ERRORS as error:
+            return UserError(records.why_unreadable(file, error))
 
     files, contents, size, start = source.files[position:], [], 0, 0
-    # Files are read ahead, but decompressed one after another, because a small file may hold a gigabyte of text.
-    for end, (file, stored) in enumerate(zip(files, map_ahead(read, files), strict=True), start=position + 1):
-        data = _decompressed_text(file, stored)
+    for end, (file, data) in enumerate(zip(files, map_ahead(read, files), strict=True), start=position + 1):
         if source.held_out is not None and isinstance(data, bytes):
             start = validation_start(data, source.held_out)
             start, data = (start, data[start:]) if source.valid else (0, data[:start])
@@ -338,19 +320,6 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         if size >= source.unit_bytes or end == len(source.files):
             yield Texts(tuple(contents), start), end, source.size * len(contents) // len(source.files)
             contents, size = [], 0
-
-
-def _decompressed_text(file: InputFile, stored: bytes | OSError) -> bytes | UserError:
-    """Return the text of a file from its bytes, or from the error of reading them."""
-    try:
-        if isinstance(stored, OSError):
-            raise stored
-        data = records.open_stream(file, io.BytesIO(stored)).read(records.MAX_DOCUMENT_BYTES + 1)
-    except records.READ_ERRORS as error:
-        return UserError(records.why_unreadable(file, error))
-    if len(data) > records.MAX_DOCUMENT_BYTES:
-        return UserError(f"{file}: the file {records.TOO_LONG}")
-    return data or UserError(f"{file}: the file is empty")
 
 
 def validation_start(text: bytes, share: float) -> int:
@@ -380,29 +349,12 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
             # Few rows at a time, because a small file may hold rows of megabytes.
             groups = range(first, table.num_row_groups)
             batches = table.iter_batches(batch_size=64, row_groups=groups, columns=fields.names)
-            rows = itertools.islice(
-                itertools.chain.from_iterable(map(_rows_of_batch, batches)), position - starts[first], None
-            )
+            every = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            rows = itertools.islice(every, position - starts[first], None)
         yield from read_rows(source, rows, position, total, fields)
     except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
         yield unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
-
-
-def _rows_of_batch(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch of pyarrow. In place of text that is not UTF-8, a row has the error of decoding it."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:  # Some writers, such as Spark, do not check text.
-        names = batch.schema.names
-        return [dict(zip(names, map(_value_or_error, row), strict=True)) for row in zip(*batch.columns, strict=True)]
-
-
-def _value_or_error(scalar: Any) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        return error
 
 
 def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
@@ -449,9 +401,6 @@ def unreadable(file: InputFile, reason: str, input_bytes: int = 0) -> Chunk:
 
 
 def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Found:
-    for field in fields.names:
-        if isinstance(error := record.get(field), UnicodeDecodeError):
-            return UserError(f"{name_of_record()}: field {field!r}: byte {error.start} is not UTF-8")
     flags = {fields.text: "--text_field", fields.prompt: "--prompt_field"}
     for field, flag in {fields.messages: "--messages_field"}.items() if fields.messages else flags.items():
         if field is None:

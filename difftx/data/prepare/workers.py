@@ -1,4 +1,4 @@
-"""Workers of `difftx prepare`: processes of this machine, or an Apache Beam pipeline on many machines."""
+"""Workers of `difftx prepare`: processes of this machine."""
 
 import collections
 import concurrent.futures
@@ -7,8 +7,6 @@ import math
 import multiprocessing
 import operator
 import os
-import re
-import shlex
 import signal
 import threading
 import time
@@ -19,7 +17,7 @@ from typing import Any
 from difftx.data.prepare.assembly import Shard, encode_unit, finished_units, units_to_do, write_shard
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Source, Unit
-from difftx.errors import UserError, import_extra
+from difftx.errors import UserError
 from difftx.progress import Work
 
 
@@ -27,12 +25,9 @@ class Workers(contextlib.AbstractContextManager):
     """A pool of local processes. On exit, it waits for the running tasks and cancels the other tasks."""
 
     def __init__(self, job: Job):
-        """Start `job.workers` processes, which load the tokenizer while this process does the same."""
         self._job = job
         context = multiprocessing.get_context("spawn")
         self._pool = concurrent.futures.ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
-        for _ in range(job.workers):
-            self._pool.submit(_load_tokenizer, job)
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -76,10 +71,9 @@ class Workers(contextlib.AbstractContextManager):
                 for problem in done.problems:
                     work.note(f"left out: {problem}")
 
-    def write_shards(self, shards: Sequence[Shard]) -> None:
-        """Write the shards that are not finished yet."""
-        for _ in self._map(write_shard, shards):
-            pass
+    def write_shards(self, shards: Sequence[Shard]) -> list[dict[str, Any]]:
+        """Write all shards, and return the entry of each for `meta.json`."""
+        return list(self._map(write_shard, shards))
 
     def _map[Task, Result](
         self,
@@ -104,54 +98,6 @@ class Workers(contextlib.AbstractContextManager):
             raise UserError(
                 "a worker process was killed, out of memory perhaps; run the same command with fewer --workers"
             ) from error
-
-
-class BeamWorkers:
-    """Workers on the machines of an Apache Beam runner, with the methods of `Workers`.
-
-    Every machine must have difftx installed and must see the input and --out under the same paths (NFS, or a bucket).
-    Each method waits until its pipeline has finished.
-    """
-
-    def __init__(self, job: Job):
-        self._job, self._beam = job, import_extra("apache_beam", "beam")
-        name = job.runner if job.runner.lower().endswith("runner") else f"{job.runner}Runner"
-        self._options = [f"--runner={name}", *shlex.split(job.runner_options)]
-        try:
-            self._beam.runners.create_runner(name)
-        except ValueError as error:
-            raise UserError(f"--runner={job.runner}: {error}") from error
-
-    def encode_units(self, sources: Sequence[Source]) -> None:
-        beam, job = self._beam, self._job
-        read = beam.FlatMap(lambda source: units_to_do(job, [source], finished_units(job, [source])))
-        self._run(sources, read, beam.Reshuffle(), beam.Map(lambda unit: encode_unit(job, unit)))
-
-    def write_shards(self, shards: Sequence[Shard]) -> None:
-        job = self._job
-        self._run(shards, self._beam.Map(lambda shard: write_shard(job, shard)))
-
-    def _run(self, elements: Sequence[Any], *steps: Any) -> None:
-        beam = self._beam
-        try:
-            options = beam.options.pipeline_options.PipelineOptions(self._options)
-            with beam.Pipeline(options=options) as pipeline:
-                values = pipeline | beam.Create(list(elements)) | "Spread" >> beam.Reshuffle()
-                for number, step in enumerate(steps):
-                    values = values | f"Step {number}" >> step
-        except Exception as error:
-            # Beam appends the step's name to the message of an exception. If a step fails in another process, Beam
-            # raises its own exception, whose text contains the original exception.
-            text = f"UserError: {error}" if isinstance(error, UserError) else str(error)
-            if reason := re.search(r"UserError: (.+?)(?: \[while running|$)", text, re.MULTILINE):
-                raise UserError(reason[1]) from error
-            raise
-
-
-def _load_tokenizer(job: Job) -> None:
-    # The parent process reports the error of a tokenizer that cannot be loaded.
-    with contextlib.suppress(UserError):
-        _ = job.loaded_tokenizer
 
 
 def _start_worker() -> None:
