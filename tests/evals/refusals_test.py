@@ -49,7 +49,6 @@ def entries(make, *changes):
         ("judge.base_url", "https://host:99999999", "must be an http or https address"),
         ("judge.base_url", "file:///etc/passwd", "must be an http or https address"),
         ("judge.key_variable", "sk-proj-1234", "the key itself belongs into that variable"),
-        ("judge.usd_per_million_tokens_out", "3", "belong together; set both or none"),
         (
             "math.tasks",
             entries(MATH, {"train": None}),

@@ -81,7 +81,6 @@ class HallucinationSet:
         self._config = config
         self._tokenizer = run.tokenizer
         self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
-        self._refuse_long = settings.long_documents == "refuse"
         field = f"eval.hallucination.sets, {config.name}.path"
         records = read_records(path_of(field, config.path), field=field, what="documents")
         samples = [self._sample(f"{self.name}/{number}", record) for number, record in enumerate(records)]
@@ -114,13 +113,7 @@ class HallucinationSet:
                 f"{item.name}: question, instruction and new_tokens={self.new_tokens} leave {max(room, 0)} tokens of "
                 f"data.sequence_length={self._window} for the document; they must leave {MIN_DOCUMENT_TOKENS}"
             )
-        is_long = len(tokens) > room
-        if is_long and self._refuse_long:
-            raise UserError(
-                f"{item.name}: the document has {len(tokens)} tokens, and data.sequence_length={self._window} leaves "
-                f"{room} for it; leave it out, or set eval.hallucination.long_documents=cut_middle"
-            )
-        if is_long:
+        if is_long := len(tokens) > room:
             tokens = tokens[: room - room // 2] + tokens[-(room // 2) :]
             document = self._tokenizer.decode(tokens)
         return dataclasses.replace(item, tokens=(*before, *tokens, *after), document=document, cut=is_long)
