@@ -29,7 +29,6 @@ from difftx.json_files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
-from difftx.report.runs import printable_json
 from difftx.run_files import small_files
 from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
@@ -229,7 +228,7 @@ def confirm_outward(
 def show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:
     """Print a suite's stored result. Draw its charts if the result is fresh or they do not exist yet."""
     path = evals.result_path(run.files, suite, step, part)
-    result, figures = printable_json(read_json(path)), path.with_suffix("")
+    result, figures = read_json(path), path.with_suffix("")
     console = _console()
     where = f"{run.workdir}, step {step}{'' if part == 'params' else f', {part}'}"
     title = printable(f"{explanation_of(suite)[0]} (suite {suite}): {where}")
@@ -238,8 +237,8 @@ def show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bo
     if not fresh:
         print(f"skipped, {printable(str(path))} was made with the same settings; --again evaluates the suite again")
     for sample in result["details"].get("samples", []):
-        console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
-        console.print(sample["completion"], markup=False, highlight=False)
+        console.print(printable(sample["prompt"]), style="dim", end="", markup=False, highlight=False)
+        console.print(printable(sample["completion"]), markup=False, highlight=False)
         console.rule()
     if result["charts"] and (fresh or not list_folder(figures)):
         from difftx.report.charts import draw_chart  # matplotlib is slow to import.

@@ -177,17 +177,6 @@ def data_notes(runs: Sequence[RunRecord]) -> list[str]:
     return [f"{note}, so their losses are not comparable" for note in notes]
 
 
-def printable_json(value: Any) -> Any:
-    """Apply `printable` to all strings of a JSON value, including the names of fields."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, list):
-        return [printable_json(item) for item in value]
-    if isinstance(value, dict):
-        return {printable(name): printable_json(item) for name, item in value.items()}
-    return value
-
-
 def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
     """Return the fields `results` and `outdated` of a `RunRecord`."""
     results: Results = {}
@@ -200,7 +189,7 @@ def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
 
     paths = [path for path in workdir.glob("evals/*/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
     for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
-        suite, step, result = path.parent.name, int(path.stem), printable_json(read_json(path))
+        suite, step, result = path.parent.name, int(path.stem), read_json(path)
         if why := schema_error(result, RESULT_SHAPE):
             raise UserError(f"{path}: not the result of a suite ({why}); delete it, or run the suite again")
         if weights_of_step(step) in (None, result.get("weights")):
@@ -241,8 +230,8 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         workdir=workdir,
         config=_config_of_newest_checkpoint(workdir, run_config, manifest),
         steps=run_config.train.steps,
-        manifest=printable_json(manifest),
-        rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
+        manifest=manifest,
+        rows=rows,
         skipped=skipped,
         results=results,
         outdated=outdated,

@@ -164,14 +164,6 @@ def test_points_without_a_fit_or_a_crossing_are_refused(tmp_path, laws, sizes, m
         ("a.csv", "architecture,size,tokens,los\ndiff,1e9,1e9,3\n", "line 2 has no 'loss'. Did you mean 'los'"),
         ("a.csv", "architecture,size,tokens,loss\ndiff,1e9,1e9,low\n", "line 2: loss='low': expected a number"),
         ("a.csv", "architecture,size,tokens,loss\ndiff,-1,1e9,3\n", "line 2: size=-1.0 must be positive"),
-        (
-            "a.json",
-            f'[{{"architecture": "diff", "size": {"1" * 400}, "tokens": 9, "loss": 3}}]',
-            "point 1: size=inf: expected a finite number",
-        ),
-        ("a.json", "{}", "not a list of points"),
-        ("a.json", "[3]", "not a list of points"),
-        ("a.json", "[", "line 1 is not JSON"),
         ("a.csv", "", "no points there"),
         ("a.txt", "", "no folder with a metrics.jsonl matches"),
     ],
@@ -187,32 +179,7 @@ def test_a_table_may_begin_with_a_byte_order_mark(tmp_path):
     """Excel writes one into a CSV file in UTF-8."""
     path = tmp_path / "a.csv"
     path.write_text("architecture,size,tokens,loss\ndiff,1e9,2e9,3\n", encoding="utf-8-sig")
-    assert path.read_bytes().startswith(b"\xef\xbb\xbfarch")
     assert read_points(str(path), "loss")[0] == [LossPoint("diff", 1e9, 2e9, 3.0, True)]
-
-
-def test_glob_of_a_sweep_skips_its_other_files(config, tmp_path):
-    for size in (32, 48):
-        write_run(tmp_path / f"run{size}", config("transformer", model__d_model=size))
-    expected = read_points(f"{tmp_path}/run*", "loss")
-    (tmp_path / "sweep.json").write_text('{"config": "c.py", "overrides": {}, "grid": {}, "runs": []}')
-    (tmp_path / "curves.json").write_text('[{"run": "run32", "architecture": "diff", "tokens": 9, "loss": 3.0}]')
-    (tmp_path / "scaling.json").write_text('{"metric": "loss", "studies": [], "not_fitted": {}}')
-    assert read_points(f"{tmp_path}/*", "loss") == expected
-    with pytest.raises(UserError, match=r"sweep\.json: not a list of points"):
-        read_points(f"{tmp_path}/sweep.json", "loss")
-    # A table is read beside the runs, and an unknown file is still an error.
-    (tmp_path / "table.json").write_text('[{"architecture": "diff", "size": 10, "tokens": 9, "loss": 3.0}]')
-    points, notes = read_points(f"{tmp_path}/*", "loss")
-    assert sorted(points, key=str) == sorted([LossPoint("diff", 10.0, 9.0, 3.0, True), *expected[0]], key=str)
-    assert notes == [
-        *expected[1],
-        f"the fit has the points of {tmp_path}/table.json and of 2 runs; a table does not name its data, "
-        "and points of these runs that it has too count twice",
-    ]
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match=r"other\.json: not a list of points"):
-        read_points(f"{tmp_path}/*", "loss")
 
 
 def test_an_existing_path_is_neither_a_glob_nor_a_list(config, tmp_path):
