@@ -1,6 +1,5 @@
 """Measurements of a machine: matrix products, memory, collectives, and the folder or bucket of a run."""
 
-import concurrent.futures
 import os
 import statistics
 import sys
@@ -21,7 +20,6 @@ from difftx.storage.paths import BucketPath
 from difftx.storage.reading import BUFFER_BYTES
 
 REPEATS = 5  # The fastest of these repeats counts, because other work on the machine only slows a repeat down.
-RENAMES = 200  # Renames onto a file that another thread reads.
 FILE_BYTES = 64 * 2**20
 SMALL_READS = 9  # Small reads, of which the median counts.
 
@@ -106,29 +104,3 @@ def object_speeds(path: BucketPath, size: int) -> dict[str, float]:
     parts = objects.read_ranges(path, [(at, min(at + BUFFER_BYTES, size)) for at in range(0, size, BUFFER_BYTES)])
     found = sum(0 if part is None else len(part.content) for part in parts)
     return {"read": found / (time.perf_counter() - start), "latency_seconds": statistics.median(times)}
-
-
-def renames_are_atomic(folder: Path) -> bool:
-    """Return whether a reader always finds one of two complete files while one is renamed onto the other."""
-    path, fresh = folder / f".difftx-doctor-{os.getpid()}", folder / f".difftx-doctor-{os.getpid()}-new"
-    contents, found = (b"1" * 4096, b"2" * 4096), set()
-
-    def rename() -> None:
-        for number in range(RENAMES):
-            fresh.write_bytes(contents[number % 2])
-            fresh.replace(path)
-
-    try:
-        path.write_bytes(contents[0])
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            renames = pool.submit(rename)
-            while not renames.done():
-                try:
-                    found.add(path.read_bytes())
-                except OSError as error:
-                    found.add(str(error))
-        renames.result()  # Raises the error of a rename.
-        return found <= set(contents)
-    finally:
-        for file in (path, fresh):
-            file.unlink(missing_ok=True)
