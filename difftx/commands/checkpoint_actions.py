@@ -148,10 +148,7 @@ def _modified(path: AnyPath) -> float:
     if is_bucket(path):
         found = objects.describe(path)
         return time.time() if found is None else found.modified
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()
+    return path.stat().st_mtime if path.exists() else time.time()
 
 
 def _size(path: AnyPath) -> str:

@@ -17,10 +17,10 @@ from difftx.commands.flags import CountFlag, Parser, PathFlag, add_extension_fla
 from difftx.config.fields import Positive, UnitHalfOpen
 from difftx.data.prepare import assembly
 from difftx.data.prepare.job import Job, describe, input_states, open_job, pinned_commit, with_states
-from difftx.data.prepare.readers import HALF_PAIR, TOKEN_FILES, Fields, Source, sources_of
+from difftx.data.prepare.readers import TOKEN_FILES, Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
-from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
+from difftx.errors import EXIT_PREEMPTED, UserError, printable
 from difftx.files import is_below, require_writable
 from difftx.storage import hub
 from difftx.storage.paths import path_of
@@ -74,9 +74,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise `UserError` for values that no store can have, before anything is read or written."""
-    for name, value in vars(options).items():
-        if HALF_PAIR.search(str(value)):
-            raise UserError(f"--{name}={value}: not UTF-8; rename it, or name a link to it")
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
     if options.max_tokens is not None and options.max_tokens % 1:
@@ -112,12 +109,6 @@ def prepare(job: Job) -> int:
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
         return EXIT_PREEMPTED
-    except MemoryError as error:
-        raise RunError("out of memory; run the same command with fewer --workers, or split long documents") from error
-    except OSError as error:
-        if error.errno is not None:  # Errors of write calls do not name a file.
-            error.filename = error.filename or str(job.out)
-        raise
     return 0
 
 

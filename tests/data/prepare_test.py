@@ -245,15 +245,6 @@ def test_ids_need_not_be_utf8(tmp_path):
     assert list(map(json.loads, lines)) == ["\ud800", "😀", os.fsdecode(bytes(folder) + b"/caf\xe9.txt")]
 
 
-@pytest.mark.parametrize("name", ["input", "out", "text_field"])
-def test_a_flag_that_is_not_utf8_is_refused_before_anything_is_read(tmp_path, name):
-    """Python represents the byte of Latin-1 in such a path by half of a surrogate pair."""
-    wrong = tmp_path / os.fsdecode(b"caf\xe9.txt")
-    line = refused(tmp_path / "store", "--input=a.txt", f"--{name}={wrong}")
-    assert line.startswith(rf"error: --{name}={tmp_path}/caf\udce9.txt: not UTF-8; rename it")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_file_of_the_work_folder_is_open_when_the_folder_is_deleted(tmp_path, monkeypatch):
     """NFS renames an open file that is deleted, so that its folder stays and is not empty."""
     delete = shutil.rmtree

@@ -1,16 +1,14 @@
 """The command `difftx chat`, which compiles its programs once, whatever the user enters."""
 
 import dataclasses
-import io
 import json
-import sys
 
 import numpy as np
 import pytest
 from helpers.inference_models import TENSOR, language_model
 
 from difftx.commands import generate as generate_command
-from difftx.commands.chat import _lines, converse
+from difftx.commands.chat import converse
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
@@ -146,9 +144,3 @@ def test_a_file_of_conversations_is_completed_as_the_template_writes_them(config
     (tmp_path / "prompts.jsonl").write_text('{"messages": "a"}')
     with pytest.raises(UserError, match="line 1: messages: not a list of at least one message"):
         generate_command.main([f"--workdir={tmp_path}", *flags])
-
-
-def test_bytes_that_are_not_text_do_not_end_the_loop(monkeypatch):
-    """A terminal or a file may use another encoding than Python expects, such as Latin-1."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\nGr\xfc\xdfe\n/quit\n"), encoding="utf-8"))
-    assert list(_lines()) == ["one", "Gr\ufffd\ufffde", "/quit"]

@@ -32,8 +32,6 @@ DESCRIPTIONS = {"README.md", "config.json", "dataset_info.json", "dataset_infos.
 HUGGING_FACE = "hf:"
 TOKEN_FILES = ("npy", "bin")  # Endings of files with token ids.
 COLON = re.compile(r":(?![^\[]*\])")  # Not in brackets, because a split may be a slice such as "train[:10%]".
-# Half of a surrogate pair, which UTF-8 cannot encode. Python puts one into a path for each byte that is not UTF-8.
-HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 type InputFile = AnyPath | HubFile
 
