@@ -45,6 +45,9 @@ WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
 DEFAULT = {"cpu": "quickstart:diff", "accelerator": "diff_3b:diff"}  # Recipes whose kernels are measured.
 FORMATS: dict[str, Callable[[Any], str]] = {  # Name of a finding in `Findings` → its text on the page.
+    "matmul_flops": lambda rate: f"{rate / 1e12:,.3f} TFLOP/s",
+    "memory_bandwidth": lambda rate: f"{rate / 1e9:,.2f} GB/s",
+    "memory_bytes": format_bytes,
     "write": lambda rate: f"{rate / 1e6:,.0f} MB/s",
     "read": lambda rate: f"{rate / 1e6:,.0f} MB/s",
     "latency_seconds": lambda seconds: f"{seconds:,.4f}",
@@ -239,20 +242,12 @@ def show(findings: Findings) -> None:
         console.print(grid)
 
     def rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return [(name.replace("_", " "), FORMATS.get(name, str)(value)) for name, value in found.items()]
+        texts = {name: FORMATS.get(name, str)(value) for name, value in found.items() if value is not None}
+        return [(name.replace("_", " "), text) for name, text in texts.items()]
 
-    measured = findings.devices
-    share = "" if measured["memory_share"] is None else f", {measured['memory_share']:.0%} of the GPU's"
-    devices = {
-        "devices": f"{measured['count']} × {measured['kind']}, {measured['processes']} processes",
-        "driver": measured["driver"],
-        "memory": f"{measured['memory_bytes'] / 2**30:.1f} GiB{share}",
-        f"matrix products ({measured['dtype']})": f"{measured['matmul_flops'] / 1e12:,.3f} TFLOP/s",
-    }
-    rates = {"memory bandwidth": measured["memory_bandwidth"]}
-    rates |= {f"all-gather over {axis}": rate for axis, rate in findings.collectives.items()}
+    gathers = [(f"all-gather over {axis}", f"{rate / 1e9:,.2f} GB/s") for axis, rate in findings.collectives.items()]
     table("Software", findings.software.items())
-    table("Devices", [*devices.items(), *((name, f"{rate / 1e9:,.2f} GB/s") for name, rate in rates.items())])
+    table("Devices", [*rows(findings.devices), *gathers])
     measurements = [
         (
             f"{row['function']}: {row['name']}",

@@ -1,6 +1,6 @@
 """Command-line overrides of config fields, in the syntax of ml_collections.config_flags.
 
-Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`, `--noconfig.data.verify`,
+Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`,
 `--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`. In each, "config." may be left out.
 """
 
@@ -79,15 +79,12 @@ class Parser(argparse.ArgumentParser):
             _, equals, value = argument.partition("=")
             if (found := self._override(argument)) is None:
                 raise self._unknown(argument)
-            negated, field = found[1], found[3]
+            field = found[2]
             if not self._changes(field):
                 raise self._unchanged(argument, field)
-            is_bool = bool in options(annotation_of(field))
-            if negated and (not is_bool or equals):
-                raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{field}=value")
             if not equals:
-                if is_bool:
-                    value = "false" if negated else "true"
+                if bool in options(annotation_of(field)):
+                    value = "true"
                 elif remaining and not remaining[0].startswith("--"):
                     value = remaining.pop(0)
                 else:
@@ -96,10 +93,10 @@ class Parser(argparse.ArgumentParser):
         return overrides
 
     def _override(self, argument: str) -> re.Match[str] | None:
-        """Return the parts (no, config., field, group) of an override, or None for another argument."""
-        found = re.fullmatch(r"--(no)?(config\.)?((\w+)(?:\.[\w.-]+)?)", argument.partition("=")[0])
-        is_field = found and found[4] in types_of(Config) and ("." in found[3] or self._changes(found[4]))
-        return found if found and (found[2] or is_field) else None
+        """Return the parts (config., field, group) of an override, or None for another argument."""
+        found = re.fullmatch(r"--(config\.)?((\w+)(?:\.[\w.-]+)?)", argument.partition("=")[0])
+        is_field = found and found[3] in types_of(Config) and ("." in found[2] or self._changes(found[3]))
+        return found if found and (found[1] or is_field) else None
 
     def _changes(self, field: str) -> bool:
         return any(name == "config" or f"{field}.".startswith(f"{name}.") for name in self.fields)

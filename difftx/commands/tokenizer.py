@@ -108,6 +108,5 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     tokens = sum(len(trained.encode_to_numpy(text)) for text in sample)
     corpus = f"{documents:,} documents of {size / 1e6:,.1f} MB"
     print(printable(f"{options.out}: {trained.n_vocab:,} tokens{few}; trained on {corpus}"))
-    print(
-        f"{sum(len(text.encode()) for text in sample) / tokens:.3f} bytes per token of the first {len(sample):,} documents"
-    )
+    ratio = sum(len(text.encode()) for text in sample) / tokens
+    print(f"{ratio:.3f} bytes per token of the first {len(sample):,} documents")

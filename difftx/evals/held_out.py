@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-import numpy as np
 import xxhash
 
 from difftx.data.packing import PackedRows
@@ -22,7 +21,6 @@ from difftx.training.run import Run
 FIELD = "eval.test.path"
 # Most tokens of test and training text that are compared, because every process reads them from start to end.
 MAX_COMPARED_TOKENS = 2**28
-CHUNK_TOKENS = 2**22  # Tokens of whole documents to read at a time.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -86,12 +84,12 @@ def check(run: Run) -> None:
             f"tokens, more than {MAX_COMPARED_TOKENS:,}"
         )
         return
-    index_of = {digest: index for index, digest in enumerate(_digests(test))}
-    shared = {index_of[digest] for store in training for digest in _digests(store) if digest in index_of}
+    known = {digest for store in training for digest in _digests(store)}
+    shared = [index for index, digest in enumerate(_digests(test)) if digest in known]
     if shared:
         raise UserError(
-            f"{FIELD}={run.config.eval.test.path!r}: {len(shared)} of its {len(index_of)} documents are also training "
-            f"documents, first its document {min(shared)} (counted from 0); prepare the test text without them"
+            f"{FIELD}={settings.path!r}: {len(shared)} of its {len(test.offsets) - 1} documents are also training "
+            f"documents, first its document {shared[0]} (counted from 0); prepare the test text without them"
         )
 
 
@@ -102,15 +100,9 @@ def _on_test(run: Run, rows: PackedRows) -> Run:
 
 def _digests(store: TokenStore) -> Iterator[bytes]:
     """Yield a hash of the tokens of each document."""
-    offsets = store.offsets.view(np.int64)
-    first = 0
-    while first < len(offsets) - 1:
-        last = max(first + 1, int(offsets.searchsorted(offsets[first] + CHUNK_TOKENS, side="right")) - 1)
+    for start, stop in itertools.pairwise(store.offsets.tolist()):
         # One dtype, because stores of one vocabulary may have different ones.
-        tokens = store.slice(int(offsets[first]), int(offsets[last])).astype("<u4")
-        for start, stop in itertools.pairwise((offsets[first : last + 1] - offsets[first]).tolist()):
-            yield xxhash.xxh3_128_digest(tokens[start:stop])
-        first = last
+        yield xxhash.xxh3_128_digest(store.slice(start, stop).astype("<u4"))
 
 
 SUITE = Suite(

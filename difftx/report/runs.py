@@ -46,7 +46,6 @@ class RunRecord:
     steps: int  # Number of steps that config.json sets.
     manifest: dict[str, Any]  # Contents of manifest.json.
     rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
-    skipped: int  # Number of invalid lines in metrics.jsonl, such as half-written ones.
     results: Results  # Results of all suites, without those that `outdated` lists.
     outdated: list[tuple[str, int]]  # (Suite, step) of results whose weights are not those of the step's checkpoint.
 
@@ -219,9 +218,7 @@ def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Ma
 
 def _read_run(workdir: Path, name: str) -> RunRecord:
     run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
-    rows, skipped = read_metrics(path)
-    if skipped:
-        print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
+    rows, _ = read_metrics(path)  # Without invalid lines, such as a half-written one.
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
     results, outdated = _read_results(workdir)
@@ -232,7 +229,6 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         steps=run_config.train.steps,
         manifest=manifest,
         rows=rows,
-        skipped=skipped,
         results=results,
         outdated=outdated,
     )
