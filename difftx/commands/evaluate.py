@@ -34,7 +34,7 @@ from difftx.storage.paths import AnyPath
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import Manifest, WeightsPart
-from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
+from difftx.training.checkpoint.reading import data_changes, open_checkpoint, open_run
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.fit import fit
 from difftx.training.run import Run, agree_on_command, read_config, recorded_rankings
@@ -147,10 +147,11 @@ class _Evaluator:
                 run.config.multihost.barrier_timeout_seconds,
             )
             self.run_config = checkpoint.config
-        done = []
-        if not self.again:
-            done = multihost.decide_on_primary(lambda: _with_results(run, suites, step, checkpoint))
-        todo = [suite for suite in suites if suite not in done]
+
+        def is_missing(suite: str) -> bool:
+            return (evals.stored_result(run, suite, step, part) or {}).get("weights") != checkpoint.weights
+
+        todo = suites if self.again else multihost.decide_on_primary(lambda: list(filter(is_missing, suites)))
         if todo:
             require_writable(run.workdir)
             self.checkpoints.require_valid(step)
@@ -166,20 +167,6 @@ class _Evaluator:
             return {step: results}
 
         return evaluate
-
-
-def _with_results(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> list[str]:
-    """Return the suites that have a result for the checkpoint's weights."""
-    done = []
-    for suite in suites:
-        stored = evals.stored_result(run, suite, step, checkpoint.part)
-        if stored is not None and stored.get("weights") == checkpoint.weights:
-            done.append(suite)
-        elif stored is not None:
-            path = evals.result_path(run.files, suite, step, checkpoint.part)
-            reason = f"was made with other weights than those of {checkpoint.manifest.folder}"
-            print(printable(f"{path} {reason}; evaluating it again"))
-    return done
 
 
 def confirm_outward(

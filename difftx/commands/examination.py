@@ -112,7 +112,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         findings.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
     with findings.part():
         rankings = rankings or _rankings(shown)
-        findings.kernels = _kernels(rankings, findings.devices["matmul_flops"], findings.advice)
+        findings.kernels = _kernels(rankings, findings.devices["matmul_flops"])
     with findings.part():
         mesh = fit_to_devices(config).mesh if config is not None else MeshConfig()
         findings.collectives = health.collective_bandwidths(make_mesh(mesh), count)
@@ -146,18 +146,11 @@ def _rankings(config: Config) -> dict[str, tuple[Config, Ranking]]:
     return by_function
 
 
-def _kernels(
-    rankings: Mapping[str, tuple[Config, Ranking]], matmul_flops: float, advice: list[str]
-) -> list[dict[str, Any]]:
+def _kernels(rankings: Mapping[str, tuple[Config, Ranking]], matmul_flops: float) -> list[dict[str, Any]]:
     """Return a row for each backend of the platform."""
     rows = []
     for function, (one, ranking) in rankings.items():
         workload = attention_workload(one, jax.devices()[0].device_kind, jax.device_count())
-        if (rows_measured := workload.fitting().batch) < workload.batch:
-            advice.append(
-                f"a microbatch has {workload.batch} rows per device, of which {rows_measured} fit a measurement: the "
-                f"times of {function} are scaled; raise train.accumulation, or set mesh.preset=auto"
-            )
         floor = 1e3 * workload.flops / matmul_flops
         for backend in api.candidates(function):
             time, reason = ranking.milliseconds.get(backend.name), ranking.rejected.get(backend.name)
@@ -214,13 +207,9 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
     }
     if jax.default_backend() != "cpu":
         peak, reached = PEAK_FLOPS.get(findings.devices["kind"]), findings.devices["matmul_flops"]
-        if config.model.compute_dtype == "float32":
-            findings.advice.append("model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16")
-        elif peak is not None and reached < peak / 2:
+        if peak is not None and config.model.compute_dtype != "float32" and reached < peak / 2:
             slow = f"matrix products reach {reached / peak:.0%} of the data sheet; look for other processes"
             findings.advice.append(slow)
-        if config.mesh.preset == "none":
-            findings.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
     if (stopping := fitted.train.global_batch_tokens / speed + save_seconds) > GRACE_SECONDS:
         findings.advice.append(
             f"a step and a save take about {stopping:,.0f} s, but jobs end {GRACE_SECONDS} s after the signal of a "

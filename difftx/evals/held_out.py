@@ -1,26 +1,19 @@
 """Suite `test`: other suites on a test text in place of the validation text (docs/suites.md)."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
-
-import xxhash
 
 from difftx.data.packing import PackedRows
 from difftx.data.sources import open_split, pack, require_row
-from difftx.data.store import TokenStore, read_meta
+from difftx.data.store import read_meta
 from difftx.errors import UserError
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.inner import named
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
-from difftx.parallel.multihost import print_on_primary
 from difftx.training.run import Run
 
 FIELD = "eval.test.path"
-# Most tokens of test and training text that are compared, because every process reads them from start to end.
-MAX_COMPARED_TOKENS = 2**28
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -64,45 +57,18 @@ def test_rows(run: Run) -> PackedRows:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text, or if training includes it.
-
-    Only whole training documents with equal tokens are found. Larger texts than `MAX_COMPARED_TOKENS` are not
-    compared.
-    """
-    rows = test_rows(run)
-    on_test, settings = _on_test(run, rows), run.config.eval.test
+    """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text."""
+    on_test, settings = _on_test(run, test_rows(run)), run.config.eval.test
     for suite in settings.suites:
         try:
             SUITES[suite].check(on_test)
         except UserError as error:
             raise UserError(f"eval.test.suites on the test text, {FIELD}={settings.path!r}: {error}") from error
-    test = rows.store
-    training = [rows.store.unsampled for rows in run.data.train.values() if isinstance(rows, PackedRows)]
-    if (tokens := sum(map(len, [test, *training]))) > MAX_COMPARED_TOKENS:
-        print_on_primary(
-            f"suite 'test': not checked whether documents of {FIELD} are in the training text: both have {tokens:,} "
-            f"tokens, more than {MAX_COMPARED_TOKENS:,}"
-        )
-        return
-    known = {digest for store in training for digest in _digests(store)}
-    shared = [index for index, digest in enumerate(_digests(test)) if digest in known]
-    if shared:
-        raise UserError(
-            f"{FIELD}={settings.path!r}: {len(shared)} of its {len(test.offsets) - 1} documents are also training "
-            f"documents, first its document {shared[0]} (counted from 0); prepare the test text without them"
-        )
 
 
 def _on_test(run: Run, rows: PackedRows) -> Run:
     """Return the run with the test text in place of its validation sets."""
     return dataclasses.replace(run, data=dataclasses.replace(run.data, valid={"test": rows}))
-
-
-def _digests(store: TokenStore) -> Iterator[bytes]:
-    """Yield a hash of the tokens of each document."""
-    for start, stop in itertools.pairwise(store.offsets.tolist()):
-        # One dtype, because stores of one vocabulary may have different ones.
-        yield xxhash.xxh3_128_digest(store.slice(start, stop).astype("<u4"))
 
 
 SUITE = Suite(

@@ -171,7 +171,7 @@ def _commands(runs: Sequence[RunRecord], out: Path) -> list[str]:
 
 
 def _command(*words: str) -> str:
-    return printable(shlex.join(["difftx", *words]))
+    return shlex.join(["difftx", *words])
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:
@@ -200,7 +200,7 @@ def _header(run: RunRecord) -> dict[str, str]:
     devices, data = manifest["devices"], manifest["data"]
     mesh = ", ".join(f"{axis} {size}" for axis, size in devices["mesh"].items() if size != 1)
     header = {
-        "folder": printable(str(run.workdir)),
+        "folder": str(run.workdir),
         "architecture": config.model.architecture,
         "embedding parameters": f"{count_parameters(config.model).embedding:,}",
         "steps": f"{train[-1]['step']:,} of {run.steps:,}",

@@ -13,7 +13,7 @@ import numpy as np
 from difftx.config import Config
 from difftx.errors import UserError, printable
 from difftx.files import matching_folders
-from difftx.json_files import read_json, schema_error
+from difftx.json_files import read_json
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
 from difftx.run_files import pulled
@@ -24,8 +24,6 @@ from difftx.training.run import read_config, read_run_manifest
 
 Metric = Literal["loss", "bits_per_byte"]
 METRIC_UNITS: dict[Metric, str] = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
-# Schema of a result's file. `evals.evaluate` writes it.
-RESULT_SHAPE = {"numbers": dict, "measures": {str: dict}, "options": dict, "details": dict, "charts": list}
 Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, with suites and steps in ascending order.
 XAxis = Literal["tokens", "flops", "seconds", "steps"]
 X_AXES: dict[XAxis, str] = {
@@ -189,8 +187,6 @@ def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
     paths = [path for path in workdir.glob("evals/*/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
     for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
         suite, step, result = path.parent.name, int(path.stem), read_json(path)
-        if why := schema_error(result, RESULT_SHAPE):
-            raise UserError(f"{path}: not the result of a suite ({why}); delete it, or run the suite again")
         if weights_of_step(step) in (None, result.get("weights")):
             results.setdefault(suite, {})[step] = result
         else:

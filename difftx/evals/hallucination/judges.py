@@ -20,7 +20,6 @@ from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
 
-MAX_EXAMINED_CHARACTERS = 2**14  # A verdict is sought in so many characters at the end of a reply.
 MAX_WHY_CHARACTERS = 300  # Maximum length of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
     "summarisation": """\
@@ -189,15 +188,12 @@ class JudgeModel:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the last verdict in a reply, which may contain other text, or None if there is none.
-
-    The time can grow with the square of the examined characters, as in a reply of opening braces.
-    """
-    decoder, text = json.JSONDecoder(), text[-MAX_EXAMINED_CHARACTERS:]
+    """Return the last verdict in a reply, which may contain other text, or None if there is none."""
+    decoder = json.JSONDecoder()
     for start in reversed([match.start() for match in re.finditer("{", text)]):
         try:
             value, _ = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
         if isinstance(value, dict) and isinstance(value.get("accurate"), bool):
             return Verdict(value["accurate"], str(value.get("why", ""))[:MAX_WHY_CHARACTERS])
