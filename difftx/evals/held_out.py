@@ -58,12 +58,9 @@ def test_rows(run: Run) -> PackedRows:
 
 def check(run: Run) -> None:
     """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text."""
-    on_test, settings = _on_test(run, test_rows(run)), run.config.eval.test
-    for suite in settings.suites:
-        try:
-            SUITES[suite].check(on_test)
-        except UserError as error:
-            raise UserError(f"eval.test.suites on the test text, {FIELD}={settings.path!r}: {error}") from error
+    on_test = _on_test(run, test_rows(run))
+    for suite in run.config.eval.test.suites:
+        SUITES[suite].check(on_test)
 
 
 def _on_test(run: Run, rows: PackedRows) -> Run:

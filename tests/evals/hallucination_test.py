@@ -53,7 +53,7 @@ def replace_model(monkeypatch, answer):
     def of_prompt(text):
         return answer(*(QUESTION.search(text) or SUMMARY.search(text)).groups())
 
-    return Writer(monkeypatch, "hallucination.suite", of_prompt)
+    return Writer(monkeypatch, of_prompt)
 
 
 def town(document):

@@ -80,16 +80,3 @@ def test_evaluations_with_other_settings_or_weights_run_at_the_same_time(tmp_pat
         found = run(tmp_path / "5.json", asked, answer=lambda item, n=number: [n, item.id], **head)
         assert found == [(item, [number, item.id]) for item in ITEMS]
         assert len(asked) == len(ITEMS) - 35
-
-
-def test_two_sets_of_items_share_a_journal(tmp_path):
-    """The tasks of suite `icl` share a journal in this way."""
-    path = tmp_path / "5.json"
-    first, second = ITEMS[:10], ITEMS[10:30]
-    run(path, [], items=first)
-    with pytest.raises(Killed):
-        run(path, [], items=second, kill_after=7)
-    asked = []
-    run(path, asked, items=first)
-    run(path, asked, items=second)
-    assert asked == [item.id for item in second[7:]]

@@ -269,9 +269,6 @@ def test_a_proxy_does_not_see_a_request_within_this_machine(tmp_path, monkeypatc
         ('{"accurate": true', None),
         ("[true]", None),
         ("", None),
-        ("{" * 2**20, None),  # Quadratic time would be minutes.
-        ('{"a":' * 2**20, None),
-        ("{" * 2**20 + '{"accurate": true}' + "{" * 8000, (True, "")),
     ],
 )
 def test_verdict_is_extracted_from_surrounding_text(text, verdict):

@@ -5,14 +5,14 @@ import json
 
 import numpy as np
 import pytest
-from helpers.inference_models import TENSOR, language_model
+from helpers.inference_models import language_model
 
 from difftx.commands import generate as generate_command
 from difftx.commands.chat import converse
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
-from difftx.inference import cache, decode, load
+from difftx.inference import decode, load
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY, Sampling
 
@@ -46,17 +46,6 @@ def test_nothing_is_compiled_after_the_first_answer(config, mesh_of):
 def programs():
     """Return the number of programs that were compiled for each step of generation."""
     return [step._cache_size() for step in (decode.new_cache, decode._prefill_chunk, decode._decode_block)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sizes", [{}, TENSOR], ids=["one device", "mesh"])
-def test_a_completion_compiles_one_program_for_its_tokens(config, mesh_of, sizes):
-    """Prompt and new tokens exceed the smallest cache. Growing the cache once compiled a second program."""
-    lm = language_model(config, mesh_of(**sizes), data__sequence_length=512, train__global_batch_tokens=4096)
-    before = programs()[2]
-    (completion,) = generate(lm, [Request(prompt=[5] * 100, new_tokens=400, seed=0)], HOT)
-    assert len(completion.tokens) > cache.UNIT - 100
-    assert programs()[2] == before + 1
 
 
 @pytest.mark.long

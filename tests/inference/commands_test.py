@@ -69,7 +69,6 @@ def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
     [
         ([], "give --prompt=TEXT or --prompts=FILE"),
         (["--prompt=a", "--prompts=b"], "one of them"),
-        (["--prompt="], "--prompt='' is empty"),
         (["--prompts=no/such.jsonl"], "--prompts=no/such.jsonl: cannot be read"),
         (["--prompt=a", "--out=b"], "--out=b requires --prompts"),
         (["--prompt=a", "--new_tokens=0"], "--new_tokens=0 must be positive"),
