@@ -1,9 +1,7 @@
 """train.py, eval.py, `difftx` and make, as a user calls them. Most calls run in forks, some in new interpreters."""
 
-import importlib
 import json
 import shutil
-import sys
 
 import pytest
 from conftest import ROOT, TINY
@@ -12,8 +10,9 @@ from helpers.report_runs import tiny, write_run
 
 import difftx
 from difftx.__main__ import COMMANDS
+from difftx.commands import eval as eval_command
 from difftx.commands import report
-from difftx.errors import UserError, run_command
+from difftx.errors import UserError
 from difftx.evals import SUITES
 
 
@@ -120,27 +119,21 @@ def test_difftx_train_equals_train_py():
     assert json.loads(by_name.stdout)["train"]["steps"] == 777
 
 
-def test_user_errors_of_eval(tmp_path, monkeypatch, capsys):
-    """Run the command in this process, which has imported the slow modules."""
+def test_user_errors_of_eval(tmp_path):
     workdir = write_run(tmp_path / "run", tiny("diff", train__steps=3))
     (tmp_path / "broken").mkdir()
     shutil.copy(workdir / "manifest.json", tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text("{")
-    cases = [
+    for flags, message in (
         (["--workdir=no/such", "--suite=loss"], "no config.json there"),
         ([f"--workdir={tmp_path}/broken", "--suite=loss"], "line 1 is not JSON"),
         (["--curves=no/such/*", f"--out={tmp_path}"], "no folder with a metrics.jsonl"),
         (["--curves=no/such/*"], "need --out=DIR"),
         ([f"--scaling={workdir}", f"--out={tmp_path}"], "too few points"),
         ([], "--workdir and --suite"),
-    ]
-    for flags, message in cases:
-        monkeypatch.setattr(sys, "argv", ["eval.py", *flags])
-        with pytest.raises(SystemExit) as ended:
-            run_command(importlib.import_module("eval").main)
-        error = capsys.readouterr().err
-        assert (ended.value.code, "Traceback" in error) == (2, False), flags
-        assert message in error
+    ):
+        with pytest.raises(UserError, match=message):
+            eval_command.main(flags)
 
 
 def test_eval_lists_its_suites():

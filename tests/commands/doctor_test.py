@@ -158,26 +158,16 @@ def examined(text_file, tmp_path):
     return examine
 
 
-@pytest.mark.long
-def test_a_bucket_for_the_run(bucket, doctor):
-    folder = bucket.folder()
-    result = doctor("--json", f"--workdir={folder}/run")
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    storage = {"folder": str, "write": float, "read": float, "latency_seconds": float}
-    assert schema_error(found, SCHEMA | {"storage": storage}) is None
-    assert objects.describe_below(folder) == {}
-    page = doctor(f"--workdir={folder}/run")
-    assert page.returncode == 0, page.stderr
-    assert "latency" in page.stdout
-
-
-def test_wrong_credentials_are_a_problem(bucket, monkeypatch):
+def test_speeds_and_credentials_of_a_bucket(bucket, monkeypatch):
     monkeypatch.setattr(health, "FILE_BYTES", 2**20)
+    folder = bucket.folder()
+    found = examination._storage(folder)
+    assert schema_error(found, {"folder": str, "write": float, "read": float, "latency_seconds": float}) is None
+    assert objects.describe_below(folder) == {}
     bucket.plan(kinds=["403"])
     findings = examination.Findings()
     with findings.part():
-        examination._storage(bucket.folder())
+        examination._storage(folder)
     (problem,) = findings.problems
     assert "the credentials of this process may not" in problem
 

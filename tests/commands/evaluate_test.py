@@ -160,22 +160,20 @@ def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, cap
 
 
 def test_charts_are_drawn_next_to_the_result(run, monkeypatch, capsys):
-    drawn = []
+    """After an evaluation in the training loop, there are no charts yet. A second command draws them."""
+    folder, drawn = run.workdir / "evals" / "position" / "12", []
 
     def draw_chart(chart, folder):
         drawn.append((chart["name"], folder))
-        folder.mkdir(exist_ok=True)
-        (folder / "file.png").touch()
         return [folder / "file.png"]
 
     monkeypatch.setitem(sys.modules, "difftx.report.charts", types.SimpleNamespace(draw_chart=draw_chart))
     evaluate(run, "position")
-    folder = run.workdir / "evals" / "position" / "12"
-    assert drawn == [("loss_by_position", folder)]
     assert str(folder / "file.png") in capsys.readouterr().out
     evaluate(run, "position")
-    assert len(drawn) == 1
-    (folder / "file.png").unlink()  # After an evaluation in the training loop, there are no charts either.
+    assert drawn == [("loss_by_position", folder)] * 2
+    folder.mkdir()
+    (folder / "file.png").touch()
     evaluate(run, "position")
     assert len(drawn) == 2
 
@@ -215,15 +213,10 @@ def test_mistakes_are_rejected_with_a_fix(run, tmp_path):
             evaluate(run, "loss", step=step)
     for flags, message in [
         (["--mesh.fsdp=3"], r"mesh\.fsdp=3.* do not multiply to the 8 devices here.* --mesh\.data=1 --mesh\.fsdp=-1"),
-        (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be split.* --mesh\.data=1"),
         (["--mesh.fspd=1"], "Did you mean 'fsdp'"),
-        (["--eval.loss_token=1"], "Did you mean 'loss_tokens'"),
-        (["--model.num_heads=1"], r"does not change model\.num_heads, only eval\.…, mesh\.…, model\.attention_impl"),
     ]:
         with pytest.raises(UserError, match=message):
             evaluate(run, "loss", flags=flags)
-    with pytest.raises(UserError, match="Did you mean 'recall'"):
-        evaluate(run, "recal")
     empty = Run.open(run.config, tmp_path / "empty")
     empty.workdir.mkdir()
     empty.write_files()

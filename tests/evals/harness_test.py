@@ -17,7 +17,7 @@ from difftx.config.build import override
 from difftx.errors import UserError
 from difftx.evals import run as evals
 from difftx.evals.harness.data import splits
-from difftx.evals.harness.suite import PAPER_METRICS, averages
+from difftx.evals.harness.suite import averages
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
 from difftx.training.state import graph
@@ -303,9 +303,7 @@ def test_scores_equal_those_of_an_unbatched_pass(lm_eval, folder, tmp_path, monk
 
 
 def test_the_papers_average_is_that_of_openllamas_published_metrics():
-    """Compare Table 1's row of OpenLLaMA-3B-v2 with OpenLLaMA's README, whose numbers have two decimals."""
-    paper = {"arc_challenge": 33.9, "arc_easy": 67.6, "boolq": 65.7, "hellaswag": 70.0, "openbookqa": 26.0,
-             "piqa": 76.7, "winogrande": 62.9}  # fmt: skip
+    """The README of OpenLLaMA has these accuracies of OpenLLaMA-3B-v2, whose average in the paper's Table 1 is 57.5."""
     published = {
         "arc_challenge": {"acc": 0.34, "acc_norm": 0.36},
         "arc_easy": {"acc": 0.68, "acc_norm": 0.63},
@@ -315,8 +313,6 @@ def test_the_papers_average_is_that_of_openllamas_published_metrics():
         "piqa": {"acc": 0.77, "acc_norm": 0.78},
         "winogrande": {"acc": 0.63},
     }
-    for task, metric in PAPER_METRICS.items():
-        assert published[task][metric] == round(paper[task] / 100, 2)
     numbers = averages(published | {"lambada": {"acc": 0.0}})
     assert numbers["average_paper"] == pytest.approx(0.575, abs=0.005)
     assert numbers["average_paper"] - averages(published)["average_acc"] > 0.02
