@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
-from helpers.evals_params import random_params
 from helpers.evals_results import chance_of
 from model.oracle import softmax_row
 
@@ -260,20 +259,6 @@ def test_mistakes_are_named(tmp_path, changes, message):
     config = override(run.config, {name: str(value) for name, value in changes.items()})
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
         evals.check_run(dataclasses.replace(run, config=config), ["attention"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("distractors", [0, 1])
-def test_parts_that_a_prompt_may_lack_are_not_compared(config, tmp_path, distractors):
-    """A single distractor may stand at position 0, which the comparisons leave out."""
-    synthetic = {"pairs": 12, "distractors": distractors, "vocab_size": 64, "valid_examples": 200}
-    changes = {f"data__synthetic__{name}": value for name, value in synthetic.items()}
-    changes |= {"model__num_layers": 1, "eval__attention__samples": 3, "mesh__fsdp": 8}
-    run = Run.open(config("diff", data__path="synthetic:retrieval", **changes), tmp_path)
-    result = evals.evaluate(run, random_params(run), 0, ["attention"])["attention"]
-    assert np.isfinite(list(result.numbers.values())).all()
-    assert result.numbers.keys() == {name for name in attention.NUMBERS if "_noise" not in name}
-    assert (result.numbers["noise"] > 0) == bool(distractors)
 
 
 @pytest.mark.long

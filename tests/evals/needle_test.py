@@ -209,15 +209,3 @@ def test_mistakes_are_named(long, texts, changes, message):
         NeedlePrompts(
             fake_run(long, **{k: str(v).format(texts=texts) if k == "haystack" else v for k, v in changes.items()})
         )
-
-
-def test_the_smallest_length_that_a_message_names_is_enough(long, texts):
-    with pytest.raises(UserError, match="use at least") as error:
-        NeedlePrompts(fake_run(long, haystack=texts / "prose.txt", lengths=100, cases=cases_of((8, 2)), samples=1))
-    least = int(re.search(r"use at least (\d+)", str(error.value))[1])
-    run = fake_run(long, haystack=texts / "prose.txt", lengths=least, cases=cases_of((8, 2)), samples=40)
-    for prompt in all_prompts(run):
-        assert len(prompt.tokens) == least - 32
-        # Even in so short a haystack, the requested needles are outermost at depths 0 and 1.
-        assert prompt.item.depth > 0 or min(prompt.asked)[0] == 0
-        assert prompt.item.depth < 1 or max(prompt.asked)[1] == prompt.question[0]
