@@ -42,17 +42,6 @@ SCHEMA = {
     "advice": [str],
     "ok": bool,
 }
-CONFIG_SCHEMA = {
-    "config": str,
-    "heads": str,
-    "parameters": int,
-    "mesh": {str: int},
-    "remat": str,
-    "accumulation": int,
-    "kernel": str,
-    "tokens_per_second": float,
-    "save_seconds": float,
-}
 
 
 @pytest.fixture
@@ -80,7 +69,6 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert schema_error(found, SCHEMA) is None, schema_error(found, SCHEMA)
-    assert schema_error(found["config"], CONFIG_SCHEMA) is None, schema_error(found["config"], CONFIG_SCHEMA)
     assert found["ok"]
     assert found["problems"] == []
     assert [(row["function"], row["name"], row["correct"]) for row in found["kernels"]] == [
@@ -90,6 +78,7 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert list(found["collectives"]) == ["fsdp"]
     assert found["config"]["mesh"] == {"data": 1, "fsdp": 2, "context": 1, "tensor": 1}
     assert found["config"]["kernel"] == "xla"
+    assert found["config"]["tokens_per_second"] > 0
 
 
 @pytest.mark.long

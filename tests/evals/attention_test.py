@@ -243,7 +243,6 @@ WINDOW = r"model\.window=479: .* the last of the 480 tokens of a prompt .*; use 
             {"eval.attention.length": 100},
             r"eval\.attention\.length: 100 tokens do not hold 4 needles.*; use at least \d+ .*eval\.attention\.needles",
         ),
-        ({"eval.attention.needles": 200}, "eval.attention.needles: needles=200, and there are 76 cities"),
         # A prompt has 480 tokens, and 32 of `eval.attention.length` = 512 are left for the answer.
         ({"model.window": 479}, WINDOW),
         ({"model.window": 479, "eval.attention.length": 511}, None),

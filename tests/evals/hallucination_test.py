@@ -169,18 +169,14 @@ GOOD = {"context": "Some text.", "input": "What?", "answers": ["This"]}
 @pytest.mark.parametrize(
     ("records", "changes", "message"),
     [
-        ([], {}, r"eval.hallucination.sets, qa.path=.*qa.jsonl: the file has no documents"),
         (None, {}, r"eval.hallucination.sets, qa.path=.*qa.jsonl: cannot be read"),
         ([GOOD, {"context": "a", "inputs": "b"}], {}, "line 2 has no field 'input'. Did you mean 'inputs'"),
-        ([GOOD | {"context": 3}], {}, "line 1: context=3 must be text, and not empty"),
         ([GOOD | {"context": " \n"}], {}, "line 1: context is only white space"),
         ([GOOD | {"context": {"title": ["a"]}}], {}, "line 1: context must be text, a list of texts, or have lists"),
         ([GOOD | {"context": {"title": ["a"], "sentences": []}}], {}, "1 titles and 0 lists of sentences"),
         ([GOOD | {"answers": []}], {}, r"line 1: answers=\[\] must be a text or a list of texts"),
         ([GOOD | {"answers": ["a", " "]}], {}, "line 1: answers=.* must be a text or a list of texts"),
-        ([GOOD | {"answers": 7}], {}, "line 1: answers=7 must be text"),
         ([GOOD | {"input": "?" * 400}], {}, "line 1: question, .* new_tokens=16 leave 0 tokens of data.sequence_len"),
-        ([GOOD], {"new_tokens": 500}, "new_tokens=500 leave 0 tokens of data.sequence_length=512"),
     ],
 )
 def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):

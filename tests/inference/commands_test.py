@@ -47,9 +47,6 @@ def test_a_prompt_and_a_file_of_prompts_on_other_meshes(config, mesh_of, tmp_pat
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "the file has no prompts"),
-        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
-        ("[1]", "line 1 is not a JSON object"),
         ('{"prompt": "a"}\n\n{"promt": "b"}', "line 3 has no field 'prompt'. Did you mean 'promt'"),
         ('{"prompt": ""}', "line 1: prompt='' must be text"),
         ('{"prompt": "a", "seed": -1}', "line 1: seed=-1 must lie in"),
