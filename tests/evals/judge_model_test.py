@@ -229,17 +229,17 @@ def test_permanent_errors_are_not_retried_and_show_no_key(tmp_path, capfd, caplo
 
 
 @pytest.mark.parametrize(
-    ("url", "key", "message"),
+    ("url", "text", "message"),
     [
         ("http://judge.example/v1", KEY, r"base_url=http://.*: a key is sent over https, or over"),
         ("http://127.0.0.1.example/v1", KEY, r"base_url=http://.*: a key is sent over https, or over"),
-        *(("https://judge.example/v1", key, "is not set to a key") for key in (None, " ", "sk-1 sk-2", "sk \u00e9")),
+        *(("https://judge.example/v1", text, "is not set to a key") for text in (None, " ", "sk-1 sk-2", "sk \u00e9")),
         ("http://localhost:1/v1", KEY, None),
         ("http://[::1]:8/v1", KEY, None),
     ],
 )
-def test_a_key_is_sent_only_over_https_or_within_this_machine(monkeypatch, url, key, message):
-    monkeypatch.setenv("OPENAI_API_KEY", key) if key is not None else monkeypatch.delenv("OPENAI_API_KEY")
+def test_a_key_is_sent_only_over_https_or_within_this_machine(monkeypatch, url, text, message):
+    monkeypatch.setenv("OPENAI_API_KEY", text) if text is not None else monkeypatch.delenv("OPENAI_API_KEY")
     settings = dataclasses.replace(CONFIG.judge, base_url=url)
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
         ChatEndpoint(settings)
