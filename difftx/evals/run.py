@@ -97,8 +97,7 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
     if size_of(path) is None:
         return None
     content = read_json(path)
-    is_same = isinstance(content, dict) and content.get("settings") == json_sha256(dependencies(run, suite))
-    return content if is_same else None
+    return content if content.get("settings") == json_sha256(dependencies(run, suite)) else None
 
 
 def dependencies(run: Run, suite: str) -> dict[str, Any]:
