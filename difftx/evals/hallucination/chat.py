@@ -42,8 +42,9 @@ class ChatEndpoint:
             )
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
-        self._options = {"headers": headers, "timeout": config.timeout_seconds, "trust_env": not is_local}
-        self._options["verify"] = httpx2.create_ssl_context()  # Reads the certificates, which takes 0.1 s.
+        self._options: dict[str, Any] = {"headers": headers, "timeout": config.timeout_seconds}
+        # Reading the certificates takes 0.1 s.
+        self._options |= {"trust_env": not is_local, "verify": httpx2.create_ssl_context()}
         self.stopped = threading.Event()  # If set, threads that would send another request raise `CancelledError`.
 
     def ask[T](self, body: dict[str, Any], read: Callable[[str, int, int], T]) -> T:
