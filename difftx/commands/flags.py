@@ -69,8 +69,9 @@ class Parser(argparse.ArgumentParser):
             field = found[2]
             if not self._changes(field):
                 raise self._unchanged(argument, field)
+            is_bool = bool in options(annotation_of(field))
             if not equals:
-                if bool in options(annotation_of(field)):
+                if is_bool:
                     value = "true"
                 elif remaining and not remaining[0].startswith("--"):
                     value = remaining.pop(0)
