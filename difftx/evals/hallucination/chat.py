@@ -105,7 +105,7 @@ class ChatEndpoint:
         wrong = schema_error(reply, {"choices": [{"message": {"content": str}}]})
         if wrong is not None or not reply["choices"]:  # Some endpoints report errors with status 200.
             raise AttemptError(f"the reply is not a chat completion, {wrong or 'choices: empty'}: {reason}", 0.0)
-        usage = reply.get("usage")
+        usage: Any = reply.get("usage")
         if schema_error(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
             usage = {"prompt_tokens": 0, "completion_tokens": 0}
         return reply["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"]
