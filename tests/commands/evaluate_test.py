@@ -23,7 +23,6 @@ from difftx.evals import run as evals
 from difftx.evals.result import Number
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.manifest import read_manifest
-from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
 from difftx.training.state import init_state
 
@@ -92,16 +91,6 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     capsys.readouterr()
     evaluate(run, "loss", step="3")
     assert "skipped" in capsys.readouterr().out
-
-
-def test_steps_before_an_extension_with_a_trace_are_evaluated(run):
-    """The steps 15 to 17, which the extended run traces, are after the last step of the checkpoint's config, 6."""
-    config = replace(replace(run.config, "train", steps=20), "logging", profile_steps=(15, 3))
-    dataclasses.replace(run, config=config).write_files()
-    evaluate(run, "loss", step="3")
-    assert list(results(run, "loss")) == [3]
-    trained = open_checkpoint(read_manifest(run.workdir / "checkpoints" / "3"), config).config
-    assert (trained.train.steps, trained.logging.profile_steps) == (6, ())
 
 
 def test_moved_data_is_found_at_the_path_in_config_json(run, tmp_path):
