@@ -6,7 +6,6 @@ With a chat template, the lines are messages of one conversation. Without one, t
 import argparse
 import contextlib
 import dataclasses
-import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -143,8 +142,6 @@ def _answer(
 
 def _lines() -> Iterator[str]:
     """Yield the lines of the standard input, with a mark in front of each if it is a terminal."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # The terminal may not use UTF-8.
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

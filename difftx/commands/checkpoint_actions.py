@@ -1,7 +1,6 @@
 """Actions of `difftx checkpoint`: list, verify, compare and delete the checkpoints of a run."""
 
 import contextlib
-import datetime
 import sys
 import time
 
@@ -14,8 +13,7 @@ from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder
 from difftx.json_files import read_json
 from difftx.run_files import lock_workdir, pulled
-from difftx.storage import objects
-from difftx.storage.paths import AnyPath, is_bucket, path_of
+from difftx.storage.paths import AnyPath, path_of
 from difftx.training.checkpoint import arrays, manifest, protocol
 from difftx.training.checkpoint.restoring import config_of
 from difftx.training.checkpoint.retention import steps_to_keep
@@ -28,14 +26,13 @@ PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The rea
 def list_checkpoints(folder: AnyPath) -> None:
     """Print a table of all steps, including quarantined checkpoints."""
     table = rich.table.Table()
-    for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
+    for title, justify in (("step", "right"), ("size", "right"), ("state", "left")):
         table.add_column(title, justify=justify, overflow="fold")
     quarantined = manifest.quarantined_in(folder)
     others = {path.parent for path in quarantined} - {folder / str(step) for step in manifest.steps_in(folder)}
     states = {path: _problem(path, content=False) for path in manifest.step_folders(folder) if path not in others}
     for path, why in (states | dict.fromkeys(quarantined, "quarantined")).items():
-        age = datetime.timedelta(seconds=max(0, round(time.time() - _modified(path))))  # The clock may be behind.
-        cells = _name(path), _size(path), str(age), "sizes match" if why is None else str(why)
+        cells = _name(path), _size(path), "sizes match" if why is None else str(why)
         table.add_row(*(rich.markup.escape(printable(cell)) for cell in cells))
     rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
@@ -138,26 +135,11 @@ def _name(path: AnyPath) -> str:
     return f"{path.parent.name}/{path.name}" if manifest.QUARANTINED.fullmatch(path.name) else path.name
 
 
-def _manifest_of(path: AnyPath) -> AnyPath:
-    return path if manifest.QUARANTINED.fullmatch(path.name) else path / manifest.MANIFEST
-
-
-def _modified(path: AnyPath) -> float:
-    """Return the time at which the manifest of a checkpoint was written, or the present time without a manifest."""
-    path = _manifest_of(path)
-    if is_bucket(path):
-        found = objects.describe(path)
-        return time.time() if found is None else found.modified
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()
-
-
 def _size(path: AnyPath) -> str:
     """Return the size of a checkpoint's files, as its manifest lists them."""
+    path = path if manifest.QUARANTINED.fullmatch(path.name) else path / manifest.MANIFEST
     try:
-        size = sum(file["bytes"] for file in read_json(_manifest_of(path))["files"].values())
+        size = sum(file["bytes"] for file in read_json(path)["files"].values())
     except (UserError, UnreadableError, OSError, LookupError, TypeError, AttributeError):
         return "of unknown size"
     return f"{size / 2**20:,.1f} MiB"

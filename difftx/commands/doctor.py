@@ -2,7 +2,7 @@
 
 difftx doctor [--config=FILE.py[:ARG]] [--workdir=DIR] [--json]
 
-The command measures the devices, the attention kernels, the folder or bucket of the run, and the bucket of its data.
+The command measures the devices, the attention kernels, and the folder or bucket of the run.
 Its exit code is 1 if training cannot start. Start it on every host of a job with the flags of `difftx train` to
 check all of them.
 """

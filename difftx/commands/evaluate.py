@@ -29,12 +29,11 @@ from difftx.json_files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
 from difftx.progress import Work
-from difftx.report.runs import printable_json
 from difftx.run_files import small_files
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import Manifest, WeightsPart
-from difftx.training.checkpoint.reading import Checkpoint, data_changes, open_checkpoint, open_run
+from difftx.training.checkpoint.reading import data_changes, open_checkpoint, open_run
 from difftx.training.checkpoint.restoring import restore_params
 from difftx.training.fit import fit
 from difftx.training.run import Run, agree_on_command, read_config, recorded_rankings
@@ -58,8 +57,6 @@ def run_suites(
     show: Callable[..., None] | None = None,
 ) -> dict[int, dict[str, Mapping[str, Number]]]:
     """Evaluate steps of a run. Return step → suite → name → number, in the primary process.
-
-    If steps cannot be read, raise `UserError` after all others.
 
     Args:
         checkpoints: The checkpoints of the run.
@@ -91,18 +88,9 @@ def run_suites(
         available = [] if steps is None else multihost.decide_on_primary(checkpoints.steps)
         if steps is None or not available:
             raise UserError(f"--workdir={workdir}: no checkpoint there yet")
-        chosen = chosen_steps(steps, available)
-        failed, results = [], {}
+        chosen, results = chosen_steps(steps, available), {}
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
-            try:
-                evaluate = evaluator.load(checkpoints.read(step))
-            except UserError as error:
-                failed.append(str(error))
-                multihost.print_on_primary(f"{error}; skipped")
-            else:
-                results |= evaluate(work)
-    if failed:
-        raise UserError(f"{len(failed)} of {len(chosen)} steps were not evaluated: {failed[0]}")
+            results |= evaluator.load(checkpoints.read(step))(work)
     return results
 
 
@@ -158,10 +146,11 @@ class _Evaluator:
                 run.config.multihost.barrier_timeout_seconds,
             )
             self.run_config = checkpoint.config
-        done = []
-        if not self.again:
-            done = multihost.decide_on_primary(lambda: _with_results(run, suites, step, checkpoint))
-        todo = [suite for suite in suites if suite not in done]
+
+        def is_missing(suite: str) -> bool:
+            return (evals.stored_result(run, suite, step, part) or {}).get("weights") != checkpoint.weights
+
+        todo = suites if self.again else multihost.decide_on_primary(lambda: list(filter(is_missing, suites)))
         if todo:
             require_writable(run.workdir)
             self.checkpoints.require_valid(step)
@@ -177,20 +166,6 @@ class _Evaluator:
             return {step: results}
 
         return evaluate
-
-
-def _with_results(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> list[str]:
-    """Return the suites that have a result for the checkpoint's weights."""
-    done = []
-    for suite in suites:
-        stored = evals.stored_result(run, suite, step, checkpoint.part)
-        if stored is not None and stored.get("weights") == checkpoint.weights:
-            done.append(suite)
-        elif stored is not None:
-            path = evals.result_path(run.files, suite, step, checkpoint.part)
-            reason = f"was made with other weights than those of {checkpoint.manifest.folder}"
-            print(printable(f"{path} {reason}; evaluating it again"))
-    return done
 
 
 def confirm_outward(
@@ -228,7 +203,7 @@ def confirm_outward(
 def show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:
     """Print a suite's stored result. Draw its charts if the result is fresh or they do not exist yet."""
     path = evals.result_path(run.files, suite, step, part)
-    result, figures = printable_json(read_json(path)), path.with_suffix("")
+    result, figures = read_json(path), path.with_suffix("")
     console = _console()
     where = f"{run.workdir}, step {step}{'' if part == 'params' else f', {part}'}"
     title = printable(f"{explanation_of(suite)[0]} (suite {suite}): {where}")
@@ -237,8 +212,8 @@ def show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bo
     if not fresh:
         print(f"skipped, {printable(str(path))} was made with the same settings; --again evaluates the suite again")
     for sample in result["details"].get("samples", []):
-        console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
-        console.print(sample["completion"], markup=False, highlight=False)
+        console.print(printable(sample["prompt"]), style="dim", end="", markup=False, highlight=False)
+        console.print(printable(sample["completion"]), markup=False, highlight=False)
         console.rule()
     if result["charts"] and (fresh or not list_folder(figures)):
         from difftx.report.charts import draw_chart  # matplotlib is slow to import.

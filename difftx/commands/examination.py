@@ -7,9 +7,7 @@ import itertools
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,8 +19,7 @@ from difftx.commands.cost import memory_of
 from difftx.commands.train import check_extras, check_run
 from difftx.config import Config, MeshConfig
 from difftx.config.recipes import load_config
-from difftx.data.records import bucket_files
-from difftx.errors import UserError, explained, install_hint, printable
+from difftx.errors import explained, install_hint, printable
 from difftx.evals.throughput import COMPARED, pair
 from difftx.files import require_writable
 from difftx.kernels import api
@@ -35,7 +32,7 @@ from difftx.model.architectures import describe_heads
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
-from difftx.storage.paths import BucketPath, is_bucket, path_of
+from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import package_versions, steps_in
 from difftx.training.checkpoint.retention import newest_and_every
@@ -47,13 +44,14 @@ from difftx.training.workload import attention_kernel, attention_workload, kerne
 WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
 DEFAULT = {"cpu": "quickstart:diff", "accelerator": "diff_3b:diff"}  # Recipes whose kernels are measured.
-SLOW_WRITES = 50e6  # Bytes/s below which checkpoints take long.
-LABELS = {"latency_seconds": "latency", "free_bytes": "free"}  # Labels that differ from the name of the finding.
 FORMATS: dict[str, Callable[[Any], str]] = {  # Name of a finding in `Findings` → its text on the page.
+    "matmul_flops": lambda rate: f"{rate / 1e12:,.3f} TFLOP/s",
+    "memory_bandwidth": lambda rate: f"{rate / 1e9:,.2f} GB/s",
+    "memory_bytes": format_bytes,
     "write": lambda rate: f"{rate / 1e6:,.0f} MB/s",
     "read": lambda rate: f"{rate / 1e6:,.0f} MB/s",
-    "latency_seconds": lambda seconds: f"{1e3 * seconds:,.1f} ms",
-    "free_bytes": lambda count: f"{count / 2**30:,.0f} GiB",
+    "latency_seconds": lambda seconds: f"{seconds:,.4f}",
+    "free_bytes": format_bytes,
     "parameters": lambda count: f"{count:,}",
     "mesh": lambda sizes: ", ".join(f"{axis} {size}" for axis, size in sizes.items()),
     "tokens_per_second": lambda speed: f"about {speed:,.0f}, at half of the matrix products' speed",
@@ -70,8 +68,6 @@ class Findings:
     collectives: dict[str, float] = dataclasses.field(default_factory=dict)  # Bytes/s received, by axis of the mesh.
     kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     storage: dict[str, Any] = dataclasses.field(default_factory=dict)
-    data: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # Speeds of data paths in buckets.
-    folders: dict[str, str | None] = dataclasses.field(default_factory=dict)  # Caches. None: not kept.
     config: dict[str, Any] | None = None
     problems: list[str] = dataclasses.field(default_factory=list)  # Why training cannot start.
     advice: list[str] = dataclasses.field(default_factory=list)  # What to change, the most important first.
@@ -92,10 +88,6 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     """Examine this machine, and the others of the job, for a config or for a default one."""
     gpus, share, findings = kernel_measurement.gpu_identity(), take_gpu_memory(), Findings()
     findings.software = {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
-    findings.folders = {
-        "compiled programs": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
-        "tokenizers": os.environ.get("TIKTOKEN_CACHE_DIR", str(Path(tempfile.gettempdir()) / "data-gym-cache")),
-    }
     multihost.join(options, (config or load_config(DEFAULT["cpu"], {})).multihost)
     # Measure before this process takes the memory of the GPUs.
     rankings = {} if gpus is None else _rankings(config or load_config(DEFAULT["accelerator"], {}))
@@ -120,17 +112,13 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
         findings.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
     with findings.part():
         rankings = rankings or _rankings(shown)
-        findings.kernels = _kernels(rankings, findings.devices["matmul_flops"], findings.advice)
+        findings.kernels = _kernels(rankings, findings.devices["matmul_flops"])
     with findings.part():
         mesh = fit_to_devices(config).mesh if config is not None else MeshConfig()
         findings.collectives = health.collective_bandwidths(make_mesh(mesh), count)
     with findings.part():
         require_writable(options.workdir)
-        findings.storage = _storage(options, findings.advice)
-    for path in (path_of("data.path", text) for text in (() if config is None else config.data.paths)):
-        if is_bucket(path):
-            with findings.part():
-                findings.data[str(path)] = _read_speeds(path)
+        findings.storage = _storage(options.workdir)
     wrong = [function for function, (_, ranking) in rankings.items() if not ranking.milliseconds]
     findings.problems += [f"no kernel of {function} gives right results on this device" for function in wrong]
     if config is not None and not wrong:
@@ -158,18 +146,11 @@ def _rankings(config: Config) -> dict[str, tuple[Config, Ranking]]:
     return by_function
 
 
-def _kernels(
-    rankings: Mapping[str, tuple[Config, Ranking]], matmul_flops: float, advice: list[str]
-) -> list[dict[str, Any]]:
+def _kernels(rankings: Mapping[str, tuple[Config, Ranking]], matmul_flops: float) -> list[dict[str, Any]]:
     """Return a row for each backend of the platform."""
     rows = []
     for function, (one, ranking) in rankings.items():
         workload = attention_workload(one, jax.devices()[0].device_kind, jax.device_count())
-        if (rows_measured := workload.fitting().batch) < workload.batch:
-            advice.append(
-                f"a microbatch has {workload.batch} rows per device, of which {rows_measured} fit a measurement: the "
-                f"times of {function} are scaled; raise train.accumulation, or set mesh.preset=auto"
-            )
         floor = 1e3 * workload.flops / matmul_flops
         for backend in api.candidates(function):
             time, reason = ranking.milliseconds.get(backend.name), ranking.rejected.get(backend.name)
@@ -179,29 +160,12 @@ def _kernels(
     return rows
 
 
-def _storage(options: argparse.Namespace, advice: list[str]) -> dict[str, Any]:
-    """Return what a folder or bucket supports, and its speeds."""
-    workdir = options.workdir
-    found: dict[str, Any] = {"folder": str(workdir)}
+def _storage(workdir: AnyPath) -> dict[str, Any]:
+    """Return the speeds of a folder or bucket that can be written, and the free space of a folder."""
     if is_bucket(workdir):
-        found |= {"conditional_writes": True, **health.bucket_speeds(workdir)}  # `require_writable` has tested them.
-        fix = "use a bucket in the region of this machine"
-    else:
-        folder = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
-        found = {"folder": str(folder), **health.file_speeds(folder), "free_bytes": shutil.disk_usage(folder).free}
-        fix = "use a faster disk"
-    if found["write"] < SLOW_WRITES:
-        advice.append(f"{found['folder']} writes {found['write'] / 1e6:.0f} MB/s, so checkpoints take long; {fix}")
-    return found
-
-
-def _read_speeds(path: BucketPath) -> dict[str, float]:
-    """Measure reads of the largest object at a data path in a bucket."""
-    files = bucket_files(path)
-    if not files:
-        raise UserError(f"data.path={path}: no such object or folder, and no object matches it as a glob")
-    largest = max(files, key=lambda file: files[file].size)
-    return health.object_speeds(largest, files[largest].size)
+        return {"folder": str(workdir), **health.bucket_speeds(workdir)}
+    folder = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
+    return {"folder": str(folder), **health.file_speeds(folder), "free_bytes": shutil.disk_usage(folder).free}
 
 
 def _examine_config(options: argparse.Namespace, config: Config, findings: Findings) -> None:
@@ -215,7 +179,10 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
     if warning := memory.warning():
         (findings.advice if memory.holds_state else findings.problems).append(warning)
     if (free := findings.storage.get("free_bytes")) is not None:
-        missing = _most_checkpoints(fitted) - len(steps_in(options.workdir / "checkpoints"))
+        c = fitted.checkpoint
+        kept = newest_and_every(c, range(c.every_steps, fitted.train.steps + 1, c.every_steps))
+        # A run has the most checkpoints while it writes another one.
+        missing = len(kept) + 1 - len(steps_in(options.workdir / "checkpoints"))
         if missing * size > free:
             findings.problems.append(
                 f"{missing} checkpoints of {format_bytes(size)} exceed the {format_bytes(free)} that are free in "
@@ -240,27 +207,15 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
     }
     if jax.default_backend() != "cpu":
         peak, reached = PEAK_FLOPS.get(findings.devices["kind"]), findings.devices["matmul_flops"]
-        if config.model.compute_dtype == "float32":
-            findings.advice.append("model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16")
-        elif peak is not None and reached < peak / 2:
+        if peak is not None and config.model.compute_dtype != "float32" and reached < peak / 2:
             slow = f"matrix products reach {reached / peak:.0%} of the data sheet; look for other processes"
             findings.advice.append(slow)
-        if config.mesh.preset == "none":
-            findings.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
     if (stopping := fitted.train.global_batch_tokens / speed + save_seconds) > GRACE_SECONDS:
         findings.advice.append(
             f"a step and a save take about {stopping:,.0f} s, but jobs end {GRACE_SECONDS} s after the signal of a "
             "preemption, without a checkpoint; raise the time in the job file, write to faster storage, or lower "
             "checkpoint.every_steps"
         )
-
-
-def _most_checkpoints(config: Config) -> int:
-    """Return the largest number of checkpoints that a run has at a time, the one that is being written included."""
-    c, steps, every = config.checkpoint, config.train.steps, config.checkpoint.every_steps
-    best, rolling = c.keep_best is not None, c.every_minutes is not None
-    saved = list(range(every, steps, every))  # The run has the most checkpoints while it writes the last one.
-    return 1 + rolling + min(len(saved), len(newest_and_every(c, saved)) + best)
 
 
 def show(findings: Findings) -> None:
@@ -275,24 +230,13 @@ def show(findings: Findings) -> None:
             grid.add_row(*row)
         console.print(grid)
 
-    def rows(found: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-        return [
-            (prefix + LABELS.get(name, name.replace("_", " ")), FORMATS.get(name, str)(value))
-            for name, value in found.items()
-        ]
+    def rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+        texts = {name: FORMATS.get(name, str)(value) for name, value in found.items() if value is not None}
+        return [(name.replace("_", " "), text) for name, text in texts.items()]
 
-    measured = findings.devices
-    share = "" if measured["memory_share"] is None else f", {measured['memory_share']:.0%} of the GPU's"
-    devices = {
-        "devices": f"{measured['count']} × {measured['kind']}, {measured['processes']} processes",
-        "driver": measured["driver"],
-        "memory": f"{measured['memory_bytes'] / 2**30:.1f} GiB{share}",
-        f"matrix products ({measured['dtype']})": f"{measured['matmul_flops'] / 1e12:,.3f} TFLOP/s",
-    }
-    rates = {"memory bandwidth": measured["memory_bandwidth"]}
-    rates |= {f"all-gather over {axis}": rate for axis, rate in findings.collectives.items()}
+    gathers = [(f"all-gather over {axis}", f"{rate / 1e9:,.2f} GB/s") for axis, rate in findings.collectives.items()]
     table("Software", findings.software.items())
-    table("Devices", [*devices.items(), *((name, f"{rate / 1e9:,.2f} GB/s") for name, rate in rates.items())])
+    table("Devices", [*rows(findings.devices), *gathers])
     measurements = [
         (
             f"{row['function']}: {row['name']}",
@@ -304,9 +248,7 @@ def show(findings: Findings) -> None:
         for row in findings.kernels
     ]
     table("Attention kernels, forward and backward", measurements, "kernel", "right", "ms", "× floor", "reason")
-    data = [row for path, speeds in findings.data.items() for row in rows(speeds, f"{path}: ")]
-    folders = [(name, folder or "not kept") for name, folder in findings.folders.items()]
-    table("Folders", [*rows(findings.storage), *data, *folders])
+    table("Folder of the run", rows(findings.storage))
     if findings.config is not None:
         table("Config", rows(findings.config))
     for title, lines in (("Training cannot start", findings.problems), ("What to change first", findings.advice)):

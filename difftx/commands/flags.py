@@ -1,6 +1,6 @@
 """Command-line overrides of config fields, in the syntax of ml_collections.config_flags.
 
-Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`, `--noconfig.data.verify`,
+Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`,
 `--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`. In each, "config." may be left out.
 """
 
@@ -10,8 +10,6 @@ import glob
 import logging
 import os
 import re
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str | None = None, description: str | None = None, *fields: str, **options: Any):
         super().__init__(prog, description=description, allow_abbrev=False, **options)
         self.fields = fields
-        self._missing: dict[str, argparse.Action] = {}  # The flags that a word without a flag may belong to.
         if "config" in fields:
             self.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
 
@@ -50,20 +47,10 @@ class Parser(argparse.ArgumentParser):
         return options, self.overrides(rest)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the flags and the overrides. Raise `UserError` for other words, or if a required flag is missing."""
-        arguments = list(sys.argv[1:] if args is None else args)
-        flags = [action for action in self._actions if action.option_strings and action.nargs != 0]
-        required = [action for action in flags if action.required]
-        for action in required:  # For the help only: argparse would not return a value that lacks its flag.
-            action.required = not {"-h", "--help"}.isdisjoint(arguments)
-        options, rest = super().parse_known_args(arguments, namespace)
-        main = dict.fromkeys([*required, *flags[:2]])
-        self._missing = {action.option_strings[0]: action for action in main if getattr(options, action.dest) is None}
-        needed = next(((flag, action.help) for flag, action in self._missing.items() if action in required), None)
-        if rest and (not self.fields or (needed and self._override(rest[0]) is None)):
+        """Return the flags and the overrides. Raise `UserError` for other words if the command has no overrides."""
+        options, rest = super().parse_known_args(args, namespace)
+        if rest and not self.fields:
             raise self._unknown(rest[0])
-        if needed:
-            raise UserError(f"{self.prog}: {needed[0]} is missing: {needed[1]}")
         return options, rest
 
     def error(self, message: str) -> Any:
@@ -79,15 +66,13 @@ class Parser(argparse.ArgumentParser):
             _, equals, value = argument.partition("=")
             if (found := self._override(argument)) is None:
                 raise self._unknown(argument)
-            negated, field = found[1], found[3]
+            field = found[2]
             if not self._changes(field):
                 raise self._unchanged(argument, field)
             is_bool = bool in options(annotation_of(field))
-            if negated and (not is_bool or equals):
-                raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{field}=value")
             if not equals:
                 if is_bool:
-                    value = "false" if negated else "true"
+                    value = "true"
                 elif remaining and not remaining[0].startswith("--"):
                     value = remaining.pop(0)
                 else:
@@ -96,10 +81,10 @@ class Parser(argparse.ArgumentParser):
         return overrides
 
     def _override(self, argument: str) -> re.Match[str] | None:
-        """Return the parts (no, config., field, group) of an override, or None for another argument."""
-        found = re.fullmatch(r"--(no)?(config\.)?((\w+)(?:\.[\w.-]+)?)", argument.partition("=")[0])
-        is_field = found and found[4] in types_of(Config) and ("." in found[3] or self._changes(found[4]))
-        return found if found and (found[2] or is_field) else None
+        """Return the parts (config., field, group) of an override, or None for another argument."""
+        found = re.fullmatch(r"--(config\.)?((\w+)(?:\.[\w.-]+)?)", argument.partition("=")[0])
+        is_field = found and found[3] in types_of(Config) and ("." in found[2] or self._changes(found[3]))
+        return found if found and (found[1] or is_field) else None
 
     def _changes(self, field: str) -> bool:
         return any(name == "config" or f"{field}.".startswith(f"{name}.") for name in self.fields)
@@ -118,10 +103,7 @@ class Parser(argparse.ArgumentParser):
         same = [spelled for one, spelled in fields.items() if one.rpartition(".")[2] == name]
         meant = flags.get(flag or name) or fields.get(field or name) or " or ".join(sorted(same, key=len)[:3])
         if not argument.startswith("-") and not (meant and "=" in argument):
-            fix = "quote a value that has spaces, and write a list as a,b"
-            if self._missing:
-                fix = f"write {shlex.quote(f'{next(iter(self._missing))}={argument}')}"
-            return UserError(f"{argument!r} belongs to no flag; {fix}")
+            return UserError(f"{argument!r} belongs to no flag; quote a value that has spaces, and write a list as a,b")
         known = {one.rpartition(".")[2]: spelled for one, spelled in fields.items()} | fields | flags
         if meant := meant or known.get(closest(name, known, cutoff=0.75) or ""):
             return UserError(f"{argument}: no such flag. Did you mean {meant}?")

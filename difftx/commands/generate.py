@@ -76,8 +76,6 @@ def main(arguments: Sequence[str]) -> int:
 def _check(options: argparse.Namespace) -> None:
     if (options.prompt is None) == (options.prompts is None):
         raise UserError("give --prompt=TEXT or --prompts=FILE.jsonl, one of them")
-    if options.prompt == "":
-        raise UserError("--prompt='' is empty; give at least one character")
     if options.out is not None:
         if options.prompts is None:
             raise UserError(f"--out={options.out} requires --prompts; the completion of --prompt is printed")

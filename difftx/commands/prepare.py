@@ -19,7 +19,7 @@ from difftx.data.prepare.job import Job, describe, input_states, open_job, pinne
 from difftx.data.prepare.readers import TOKEN_FILES, Fields, Source, sources_of
 from difftx.data.prepare.workers import Workers
 from difftx.data.store import SPLITS, read_meta
-from difftx.errors import EXIT_PREEMPTED, RunError, UserError, printable
+from difftx.errors import EXIT_PREEMPTED, UserError, printable
 from difftx.files import is_below, require_writable
 from difftx.storage import hub
 from difftx.storage.paths import path_of
@@ -99,12 +99,6 @@ def prepare(job: Job) -> int:
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
         return EXIT_PREEMPTED
-    except MemoryError as error:
-        raise RunError("out of memory; run the same command with fewer --workers, or split long documents") from error
-    except OSError as error:
-        if error.errno is not None:  # Errors of write calls do not name a file.
-            error.filename = error.filename or str(job.out)
-        raise
     return 0
 
 

@@ -5,7 +5,6 @@ splits text before the merges is that of cl100k_base.
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,7 @@ from difftx.files import is_taken, make_folder, new_folder, require_writable, wr
 from difftx.progress import Work
 
 SMALLEST = 257  # Every byte and <|endoftext|>.
-HELD_OUT = 5  # Documents are not trained on if the first byte of their hash is less than this: 2 % of them.
-SAMPLE_BYTES = 4 * 2**20  # About this much text of each kind is encoded to measure bytes per token.
+SAMPLE_BYTES = 4 * 2**20  # About this much text is encoded to measure bytes per token.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,40 +53,20 @@ def _check(options: argparse.Namespace) -> None:
     require_writable(options.out)
 
 
-class _Texts:
-    """The documents of the input, with samples of those that are trained on and of those that are held out."""
-
-    def __init__(self, sources: Sequence[Source], fields: Fields):
-        self._sources, self._fields = sources, fields
-        self.samples: dict[str, list[str]] = {"held-out": [], "training": []}
-        self.documents = self.bytes = 0  # Documents and bytes that are trained on.
-
-    def training(self) -> Iterator[str]:
-        """Yield the text of every document that is not held out. The first document with text never is."""
-        left, first = dict.fromkeys(self.samples, SAMPLE_BYTES), b""
-        with Work() as work, work.task("reading", max(1, sum(source.size for source in self._sources))) as advance:
-            for unit in itertools.chain.from_iterable(source.units(self._fields) for source in self._sources):
-                for document in unit.content.documents(self._fields):
-                    if isinstance(document, UserError):
-                        raise document
-                    assert isinstance(document, Document)
-                    first = first or document.utf8
-                    # Equal documents are held out together.
-                    is_chosen = document.utf8 != first and hashlib.sha256(document.utf8).digest()[0] < HELD_OUT
-                    is_held_out = is_chosen and left["held-out"] > 0
-                    kind = "held-out" if is_held_out else "training"
-                    if left[kind] > 0:
-                        self.samples[kind].append(document.text)
-                        left[kind] -= len(document.utf8)
-                    if not is_held_out:
-                        self.documents += 1
-                        self.bytes += len(document.utf8)
-                        yield document.text
-                advance(unit.input_bytes)
+def _texts(sources: Sequence[Source], fields: Fields) -> Iterator[str]:
+    """Yield the text of every document, and show the progress."""
+    with Work() as work, work.task("reading", max(1, sum(source.size for source in sources))) as advance:
+        for unit in itertools.chain.from_iterable(source.units(fields) for source in sources):
+            for document in unit.content.documents(fields):
+                if isinstance(document, UserError):
+                    raise document
+                assert isinstance(document, Document)
+                yield document.text
+            advance(unit.input_bytes)
 
 
 def train_tokenizer(options: argparse.Namespace) -> None:
-    """Train on the input, write the files, and print how many bytes of held-out text a token stands for."""
+    """Train on the input, write the files, and print how many bytes of text a token stands for."""
     library = import_extra("tokenizers", EXTRA)
     special = [END_OF_TEXT, *options.special_token]
     shell = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
@@ -101,9 +79,18 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = _Texts(sources_of(options.input, valid=False, first_index=0), Fields(options.text_field, None))
-    tokenizer.train_from_iterator(texts.training(), trainer)
-    if not texts.bytes:
+    documents, size, sample = 0, 0, []
+
+    def texts() -> Iterator[str]:
+        nonlocal documents, size
+        for text in _texts(sources_of(options.input, valid=False, first_index=0), Fields(options.text_field, None)):
+            if size < SAMPLE_BYTES:
+                sample.append(text)
+            documents, size = documents + 1, size + len(text.encode())
+            yield text
+
+    tokenizer.train_from_iterator(texts(), trainer)
+    if not size:
         raise UserError(f"--input={options.input}: there is no text")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -116,11 +103,8 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     trained = load_tokenizer(str(options.out), field="--out")
     few = "" if trained.n_vocab == options.vocab_size else ", because the text has no more pairs"
-    corpus = f"{texts.documents:,} documents of {texts.bytes / 1e6:,.1f} MB"
+    tokens = sum(len(trained.encode_to_numpy(text)) for text in sample)
+    corpus = f"{documents:,} documents of {size / 1e6:,.1f} MB"
     print(printable(f"{options.out}: {trained.n_vocab:,} tokens{few}; trained on {corpus}"))
-    for kind, sample in texts.samples.items():
-        if size := sum(len(text.encode()) for text in sample):
-            tokens = sum(len(trained.encode_to_numpy(text)) for text in sample)
-            print(f"{kind} text: {size / tokens:.3f} bytes per token ({size:,} bytes of {len(sample):,} documents)")
-        else:
-            print(f"{kind} text: none, because the input has too few documents")
+    ratio = sum(len(text.encode()) for text in sample) / tokens
+    print(f"{ratio:.3f} bytes per token of the first {len(sample):,} documents")

@@ -125,9 +125,6 @@ class HallucinationConfig(Group):
     "question_answering", "document": "context", "question": "input", "answers": "answers", "new_tokens": 32}, …)."""
     samples: affects.Evaluation[Positive[int]] = 100
     """Largest number of samples per set."""
-    long_documents: affects.Evaluation[Literal["cut_middle", "refuse"]] = "cut_middle"
-    """What happens to a document that exceeds the context. "cut_middle": only its first and last tokens are kept, as in
-    LongBench. "refuse": the suite ends with an error."""
     judge_model: affects.Evaluation[str | None] = None
     """Model at `eval.judge.base_url` that judges the answers, such as "gpt-4o-2024-08-06". None: the offline judge,
     which compares words."""
@@ -159,29 +156,15 @@ class JudgeConfig(Group):
     base_url: affects.Evaluation[str] = "https://api.openai.com/v1"
     """Address of an endpoint for chat completions. With a key, it must be https, or http to this machine."""
     key_variable: affects.Nothing[str | None] = "OPENAI_API_KEY"
-    """Name of the environment variable with the key, which ends in _KEY or _TOKEN. None: no key."""
+    """Name of the environment variable with the key. None: no key."""
     concurrency: affects.Nothing[Positive[int]] = 4
     """Largest number of simultaneous requests."""
-    requests_per_minute: affects.Nothing[Positive[float] | None] = None
-    """Largest number of requests per minute. None: no limit except the endpoint's own."""
     timeout_seconds: affects.Nothing[Positive[float]] = 120.0
-    """Time limit for a request, until its response is complete."""
+    """Longest time without data from the endpoint."""
     attempts: affects.Nothing[Positive[int]] = 8
     """Largest number of attempts to get a verdict."""
-    backoff_seconds: affects.Nothing[Positive[float]] = 1.0
-    """Pause after the first failed attempt. It doubles after each further one."""
-    longest_wait_seconds: affects.Nothing[Positive[float]] = 120.0
-    """Longest pause. If the endpoint asks for a longer one, the suite ends."""
-    usd_per_million_tokens_in: affects.Nothing[NotNegative[float] | None] = None
-    """Price of prompt tokens. None: no cost is printed."""
-    usd_per_million_tokens_out: affects.Nothing[NotNegative[float] | None] = None
-    """Price of generated tokens. None: no cost is printed."""
 
     def __post_init__(self):
-        if (self.usd_per_million_tokens_in is None) != (self.usd_per_million_tokens_out is None):
-            raise UserError(
-                "eval.judge.usd_per_million_tokens_in and usd_per_million_tokens_out belong together; set both or none"
-            )
         # The messages omit the values, which may be keys that the user wrote into the wrong field.
         if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
             raise UserError(

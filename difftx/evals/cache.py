@@ -71,5 +71,4 @@ SUITE = Suite(
     quantizable=False,
     title="Compressed key/value cache",
     explanation="Other suites with keys and values in few bits, or with only a part of the tokens in the cache.",
-    charts_show_numbers=True,
 )

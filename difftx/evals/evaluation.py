@@ -17,6 +17,8 @@ from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
 from difftx.files import UNLOCKED, Owner
 from difftx.inference.decode import LanguageModel
+from difftx.inference.generate import REQUESTS_PER_ROW, Request, generate
+from difftx.inference.sampling import Sampling
 from difftx.inference.score import batch_scores, row_scores
 from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import decide_on_primary, is_primary
@@ -138,6 +140,24 @@ class Evaluation:
                         self.journal.append({"id": new, "answer": answer} for new, answer in new_answers.items())
                     advance(len(batch))
                 yield item, answers[name]
+
+    def completions[T](
+        self,
+        items: Sequence[T],
+        request_of: Callable[[T], Request],
+        sampling: Sampling,
+        *,
+        stop: Sequence[str] = (),
+        what: str,
+    ) -> Iterator[tuple[T, dict[str, Any]]]:
+        """Yield each item with the `text`, the number of `tokens` and `ended_by` of its completion, as `answers`."""
+        rows = self.run.microbatch_rows
+
+        def answer(batch: Sequence[T]) -> list[dict[str, Any]]:
+            done = generate(self.lm, list(map(request_of, batch)), sampling, stop=stop, batch_rows=rows)
+            return [{"text": each.text, "tokens": len(each.tokens), "ended_by": each.ended_by} for each in done]
+
+        return self.answers(items, answer, what=what, batch_items=rows * REQUESTS_PER_ROW)
 
     def _stored_answers(self, ids: Sequence[str]) -> dict[str, Any]:
         """Return the answers in the journal by item id, in every process."""

@@ -21,7 +21,7 @@ from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Better, LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
-from difftx.inference.generate import REQUESTS_PER_ROW, Request, generate
+from difftx.inference.generate import Request
 from difftx.inference.sampling import Sampling, derived_seed
 from difftx.storage.paths import path_of
 from difftx.training.run import Run
@@ -288,22 +288,8 @@ def _plain(answer: str) -> str:
 def _answers(evaluation: Evaluation, task: str, items: Sequence[MathItem]) -> list[tuple[MathItem, dict[str, Any]]]:
     temperature = evaluation.run.config.eval.math.temperature
     sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=None, top_p=None)
-    rows = evaluation.run.microbatch_rows
-
-    def answer(batch: Sequence[MathItem]) -> list[dict[str, Any]]:
-        completions = generate(evaluation.lm, batch, sampling, stop=STOP, batch_rows=rows)
-        return [
-            {
-                "text": completion.text,
-                "tokens": len(completion.tokens),
-                "ended_by": completion.ended_by,
-                "right": is_right(completion.text, item.problem),
-            }
-            for item, completion in zip(batch, completions, strict=True)
-        ]
-
-    what, batch_items = f"problems of {task}", rows * REQUESTS_PER_ROW
-    return list(evaluation.answers(items, answer, what=what, batch_items=batch_items))
+    done = evaluation.completions(items, lambda item: item, sampling, stop=STOP, what=f"problems of {task}")
+    return [(item, answer | {"right": is_right(answer["text"], item.problem)}) for item, answer in done]
 
 
 SUITE = Suite(

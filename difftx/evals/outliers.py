@@ -4,7 +4,7 @@ The order statistics are exact, although the magnitudes do not fit in memory: th
 selection. Read as integers, the bits of non-negative float32 values have the same order as the values. A first pass
 counts the high 16 bits (the high digit) of all magnitudes. The counts show which high digits the requested values have.
 A second pass counts the low 16 bits of the magnitudes with one of these high digits. Both passes run the same program,
-so a magnitude should have the same bits in both. If the counts do not match, that is an error.
+so a magnitude has the same bits in both.
 """
 # Axes of arrays: B = rows of a batch, T = query tokens, S = key tokens (= T), D = model width, H = heads,
 # K = key/value heads, R = H / K, G = groups (A1 and A2), C = queries of a chunk, N = devices,
@@ -22,7 +22,7 @@ from jax import P
 
 from difftx.config import ModelConfig
 from difftx.data.loader import Batch
-from difftx.errors import RunError, UserError
+from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
@@ -221,11 +221,6 @@ def _statistics(
     def value_at(index: int) -> float:
         high = int(np.searchsorted(until_V, index, side="right"))
         low_V = low_PV[digit.slot_V[high]]
-        if low_V.sum() != high_V[high]:
-            raise RunError(
-                f"{high_V[high]} values began with {high:#06x} in the first pass and {low_V.sum()} in the second: "
-                "the devices do not compute the same values twice; check the hardware"
-            )
         index_in_digit = index - (until_V[high] - high_V[high])
         low = int(np.searchsorted(np.cumsum(low_V), index_in_digit, side="right"))
         return float(np.uint32(high << DIGIT_BITS | low).view(np.float32))

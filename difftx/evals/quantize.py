@@ -68,5 +68,4 @@ SUITE = Suite(
     title="Attention or products in few bits",
     explanation="Other suites with attention, or products with weights, rounded to few bits. A robust model changes "
     "little from 16 bits to 4.",
-    charts_show_numbers=True,
 )

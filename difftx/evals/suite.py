@@ -36,7 +36,6 @@ class Suite:
             `evaluate`.
         main_charts: names of the charts that answer the suite's question, which the report shows first. It may name one
             line of a chart, as in "layers: answer". By default, they are the first charts.
-        charts_show_numbers: whether the charts show all numbers. The report then folds the table of numbers away.
     """
 
     evaluate: Callable[[Evaluation], Result]
@@ -49,7 +48,6 @@ class Suite:
     title: str = ""
     explanation: str = ""
     main_charts: tuple[str, ...] = ()
-    charts_show_numbers: bool = False
 
 
 def register_suite(name: str, suite: Suite, config: type | None = None) -> None:

@@ -18,7 +18,6 @@ from jax import P
 from jax.sharding import reshard
 
 from difftx.data.loader import Batch
-from difftx.errors import UserError
 from difftx.inference import decode
 from difftx.inference.cache import capacity_for, extend, extend_chunk, write_chunk
 from difftx.inference.decode import LanguageModel
@@ -52,15 +51,6 @@ class Score(NamedTuple):
 
 def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int) -> list[Score]:
     """Return the score of each item, in order. A context that several items share is computed once."""
-    for number, item in enumerate(items):
-        if not item.context or not item.continuation:
-            raise UserError(f"item {number}: context and continuation must have at least one token each")
-        tokens = len(item.context) + len(item.branch) - 1  # The last token is only a target.
-        if tokens > lm.context_length:
-            raise UserError(
-                f"item {number} has {tokens} tokens, and the model's context data.sequence_length={lm.context_length}; "
-                "shorten it"
-            )
     alone: list[Item] = []
     short: dict[tuple[int, ...], list[Item]] = collections.defaultdict(list)
     for item in dict.fromkeys(items):  # Equal items are scored once.

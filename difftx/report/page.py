@@ -26,8 +26,6 @@ from difftx.report.verdict import Verdict, listed, verdict
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Script whose path begins the command of a manifest → command of difftx.
-SCRIPTS = {"train.py": "difftx train", "__main__.py": "difftx", "difftx": "difftx"}
 # Numbers of the suite "loss" → label and unit, as in the table below the verdict.
 LOSSES = {
     "loss": Cell("validation loss", unit="nats per token"),
@@ -148,8 +146,6 @@ def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str]
     if any(run.config.data.path == STDLIB for run in runs):
         notes.append(f"{STDLIB} is the source code of Python's standard library.")
     for run in runs:
-        if run.skipped:
-            notes.append(f"{run.name}: {run.skipped} lines of metrics.jsonl could not be read.")
         notes += [
             f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. To "
             "evaluate that checkpoint, run "
@@ -167,8 +163,7 @@ def _commands(runs: Sequence[RunRecord], out: Path) -> list[str]:
     """Return the commands that trained the runs, evaluated them, and wrote this page."""
     commands = []
     for run in runs:
-        program, _, flags = run.manifest["command"].partition(" ")
-        commands.append(f"{SCRIPTS.get(Path(program).name, program)} {flags}".strip())
+        commands.append(run.manifest["command"])
         if run.results:
             commands.append(_command("eval", f"--workdir={run.workdir}", f"--suite={','.join(run.results)}"))
     workdirs = ",".join(str(run.workdir) for run in runs)
@@ -176,7 +171,7 @@ def _commands(runs: Sequence[RunRecord], out: Path) -> list[str]:
 
 
 def _command(*words: str) -> str:
-    return printable(shlex.join(["difftx", *words]))
+    return shlex.join(["difftx", *words])
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:
@@ -205,7 +200,7 @@ def _header(run: RunRecord) -> dict[str, str]:
     devices, data = manifest["devices"], manifest["data"]
     mesh = ", ".join(f"{axis} {size}" for axis, size in devices["mesh"].items() if size != 1)
     header = {
-        "folder": printable(str(run.workdir)),
+        "folder": str(run.workdir),
         "architecture": config.model.architecture,
         "embedding parameters": f"{count_parameters(config.model).embedding:,}",
         "steps": f"{train[-1]['step']:,} of {run.steps:,}",

@@ -12,14 +12,10 @@ from typing import Any
 from difftx.config.build import parse_text
 from difftx.config.fields import Positive
 from difftx.errors import UserError, did_you_mean
-from difftx.files import is_glob, matching_folders
-from difftx.json_files import read_json
+from difftx.files import is_glob
 from difftx.model.abstract import count_parameters
 from difftx.report.arms import EQUAL_SIZES, training_changes
 from difftx.report.runs import Metric, RunRecord, check_comparable, data_notes, match_runs
-
-# Files that commands write into run directories or next to them. A glob may match them, but they are not tables.
-OTHER_OUTPUTS = ("sweep.json", "curves.json", "scaling.json", "config.json", "manifest.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,32 +30,24 @@ class LossPoint:
 
 
 def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str]]:
-    """Return the points of the tables and run directories that match a glob, and notes on runs.
+    """Return the points of the tables (*.csv) or run directories that match a glob, and notes on runs.
 
-    A note names an unfinished run, the fields in which runs of one architecture, size and length differ, runs with
-    different data (`data_notes`), or tables whose points are fitted together with those of runs.
+    A note names an unfinished run, the fields in which runs of one architecture, size and length differ, or runs with
+    different data (`data_notes`).
 
-    A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
-    `tokens`, `loss` (or `bits_per_byte`) and optionally `seed`. Rows of equal architecture, size and seed form one run.
+    The columns of a table are `architecture`, `size` (parameters), `tokens`, `loss` (or `bits_per_byte`) and optionally
+    `seed`. Rows of equal architecture, size and seed form one run.
     """
-    # Tables are local. In a bucket, only run directories match.
-    names = glob.glob(pattern if is_glob(Path(pattern)) else glob.escape(pattern))
-    files = [Path(name) for name in sorted(names) if Path(name).suffix in (".csv", ".json")]
-    tables = [file for file in files if str(file) == str(Path(pattern)) or file.name not in OTHER_OUTPUTS]
-    points = [point for table in tables for point in _points_of_table(table, metric)]
-    if tables and not matching_folders("--scaling", pattern, "metrics.jsonl"):
-        if points:
-            return points, []
-        raise UserError(f"--scaling={pattern!r}: no points there")
+    points: list[LossPoint] = []
+    if pattern.endswith(".csv"):  # Tables are local.
+        for name in sorted(glob.glob(pattern if is_glob(Path(pattern)) else glob.escape(pattern))):
+            points += _points_of_table(Path(name), metric)
+        if not points:
+            raise UserError(f"--scaling={pattern!r}: no points there")
+        return points, []
     runs = match_runs(pattern, "scaling")
     check_comparable(runs, metric)
     notes = [*_pooled_arms(runs), *data_notes(runs)]
-    if tables:
-        names = ", ".join(map(str, tables))
-        notes.append(
-            f"the fit has the points of {names} and of {len(runs)} runs; a table does not name its data, "
-            "and points of these runs that it has too count twice"
-        )
     for run in runs:
         found, note = _points_of_run(run, metric)
         points += found
@@ -123,18 +111,12 @@ def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Return (position, row) for each row of a table. Error messages show the position."""
-    name, first = ("line", 2) if path.suffix == ".csv" else ("point", 1)
-    if path.suffix == ".csv":
-        try:
-            # Excel writes a byte order mark, which would be part of the first column's name.
-            rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot be read as text ({error})") from error
-    else:
-        rows = read_json(path)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f'{path}: not a list of points, such as [{{"architecture": …, "size": …, …}}]')
-    return [(f"{path}: {name} {number}", row) for number, row in enumerate(rows, first)]
+    try:
+        # Excel writes a byte order mark, which would be part of the first column's name.
+        rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text ({error})") from error
+    return [(f"{path}: line {number}", row) for number, row in enumerate(rows, 2)]
 
 
 def _positive_number(row: dict[str, Any], name: str, where: str) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from difftx.config import Config
 from difftx.errors import UserError, printable
 from difftx.files import matching_folders
-from difftx.json_files import read_json, schema_error
+from difftx.json_files import read_json
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
 from difftx.run_files import pulled
@@ -24,8 +24,6 @@ from difftx.training.run import read_config, read_run_manifest
 
 Metric = Literal["loss", "bits_per_byte"]
 METRIC_UNITS: dict[Metric, str] = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
-# Schema of a result's file. `evals.evaluate` writes it.
-RESULT_SHAPE = {"numbers": dict, "measures": {str: dict}, "options": dict, "details": dict, "charts": list}
 Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, with suites and steps in ascending order.
 XAxis = Literal["tokens", "flops", "seconds", "steps"]
 X_AXES: dict[XAxis, str] = {
@@ -46,7 +44,6 @@ class RunRecord:
     steps: int  # Number of steps that config.json sets.
     manifest: dict[str, Any]  # Contents of manifest.json.
     rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
-    skipped: int  # Number of invalid lines in metrics.jsonl, such as half-written ones.
     results: Results  # Results of all suites, without those that `outdated` lists.
     outdated: list[tuple[str, int]]  # (Suite, step) of results whose weights are not those of the step's checkpoint.
 
@@ -177,17 +174,6 @@ def data_notes(runs: Sequence[RunRecord]) -> list[str]:
     return [f"{note}, so their losses are not comparable" for note in notes]
 
 
-def printable_json(value: Any) -> Any:
-    """Apply `printable` to all strings of a JSON value, including the names of fields."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, list):
-        return [printable_json(item) for item in value]
-    if isinstance(value, dict):
-        return {printable(name): printable_json(item) for name, item in value.items()}
-    return value
-
-
 def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
     """Return the fields `results` and `outdated` of a `RunRecord`."""
     results: Results = {}
@@ -200,9 +186,7 @@ def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
 
     paths = [path for path in workdir.glob("evals/*/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
     for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
-        suite, step, result = path.parent.name, int(path.stem), printable_json(read_json(path))
-        if why := schema_error(result, RESULT_SHAPE):
-            raise UserError(f"{path}: not the result of a suite ({why}); delete it, or run the suite again")
+        suite, step, result = path.parent.name, int(path.stem), read_json(path)
         if weights_of_step(step) in (None, result.get("weights")):
             results.setdefault(suite, {})[step] = result
         else:
@@ -230,9 +214,7 @@ def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Ma
 
 def _read_run(workdir: Path, name: str) -> RunRecord:
     run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
-    rows, skipped = read_metrics(path)
-    if skipped:
-        print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
+    rows, _ = read_metrics(path)  # Without invalid lines, such as a half-written one.
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
     results, outdated = _read_results(workdir)
@@ -241,9 +223,8 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         workdir=workdir,
         config=_config_of_newest_checkpoint(workdir, run_config, manifest),
         steps=run_config.train.steps,
-        manifest=printable_json(manifest),
-        rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
-        skipped=skipped,
+        manifest=manifest,
+        rows=rows,
         results=results,
         outdated=outdated,
     )

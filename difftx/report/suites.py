@@ -46,8 +46,6 @@ def suite_sections(arms: Sequence[Arm], colours: Mapping[str, str], *, comparabl
         title, explanation = explanation_of(suite)
         header, rows, basis, judged = _numbers(newest, comparable=comparable)
         first = (judged or list(rows))[:MAX_SHOWN_NUMBERS]
-        if suite in SUITES and SUITES[suite].charts_show_numbers:
-            first = []
         has_seeds = any(len(of_arm) > 1 for of_arm in newest.values())
         panels = []
         for chart in _charts(newest, colours):

@@ -2,30 +2,24 @@
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import re
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
 from helpers.command_server import commands
-from helpers.processes import free_port
 
 from difftx import kernels
 from difftx.commands import examination
 from difftx.config.recipes import load_config
 from difftx.json_files import schema_error
 from difftx.kernels import api
-from difftx.kernels.backend import Ranking
 from difftx.launch import health
 from difftx.parallel import multihost
 from difftx.storage import objects
 from difftx.training import kernel_measurement
-from difftx.training.checkpoint import manifest
 from difftx.training.workload import kernel_function
 
 SCHEMA = {
@@ -43,23 +37,10 @@ SCHEMA = {
     },
     "collectives": {str: float},
     "kernels": [{"function": str, "name": str, "correct": bool, "milliseconds": float, "ratio_to_floor": float}],
-    "data": {str: {str: float}},
     "storage": {"folder": str, "write": float, "read": float, "free_bytes": int},
-    "folders": {str: str},
     "problems": [str],
     "advice": [str],
     "ok": bool,
-}
-CONFIG_SCHEMA = {
-    "config": str,
-    "heads": str,
-    "parameters": int,
-    "mesh": {str: int},
-    "remat": str,
-    "accumulation": int,
-    "kernel": str,
-    "tokens_per_second": float,
-    "save_seconds": float,
 }
 
 
@@ -88,7 +69,6 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert schema_error(found, SCHEMA) is None, schema_error(found, SCHEMA)
-    assert schema_error(found["config"], CONFIG_SCHEMA) is None, schema_error(found["config"], CONFIG_SCHEMA)
     assert found["ok"]
     assert found["problems"] == []
     assert [(row["function"], row["name"], row["correct"]) for row in found["kernels"]] == [
@@ -98,16 +78,7 @@ def test_json_is_one_object_with_the_documented_fields(doctor):
     assert list(found["collectives"]) == ["fsdp"]
     assert found["config"]["mesh"] == {"data": 1, "fsdp": 2, "context": 1, "tensor": 1}
     assert found["config"]["kernel"] == "xla"
-
-
-def test_a_microbatch_that_does_not_fit_is_measured_in_part():
-    """kernels/measure_test.py tests the rule. A device of configs/diff_3b.py here has 32,768 shorter rows."""
-    rows = {"data.tokenizer": "bytes", "data.sequence_length": "128", "train.global_batch_tokens": str(2**25)}
-    ranking, advice = Ranking("diff_attention", {}, {"xla": 5.0}, {}), []
-    (row,) = examination._kernels({"diff_attention": (load_config("diff_3b:diff", rows), ranking)}, 1e12, advice)
-    assert row["correct"]
-    scaled = "32768 rows per device, of which 56 fit a measurement: the times of diff_attention are scaled"
-    assert scaled in advice[0]
+    assert found["config"]["tokens_per_second"] > 0
 
 
 @pytest.mark.long
@@ -120,19 +91,13 @@ def test_the_page_fits_100_columns(doctor):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("flags", "changes", "problem"),
-    [
-        ((), {"mesh__fsdp": 3}, "these sizes do not multiply to the 2 devices here"),
-        (("--workdir=/proc/run",), {}, "No file can be created there"),
-    ],
-)
-def test_problems_that_prevent_a_training_give_exit_code_1(doctor, flags, changes, problem):
-    result = doctor("--json", *flags, **changes)
+def test_problems_that_prevent_a_training_give_exit_code_1(doctor):
+    result = doctor("--json", "--workdir=/proc/run", mesh__fsdp=3)
     assert result.returncode == 1, result.stderr
     found = json.loads(result.stdout)
     assert not found["ok"]
-    assert any(problem in line for line in found["problems"]), found["problems"]
+    for problem in ("these sizes do not multiply to the 2 devices here", "No file can be created there"):
+        assert any(problem in line for line in found["problems"]), found["problems"]
 
 
 @pytest.mark.long
@@ -176,69 +141,33 @@ def examined(text_file, tmp_path):
     return examine
 
 
-AUTO = {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}
-BUCKET_SCHEMA = {"folder": str, "write": float, "read": float, "latency_seconds": float, "conditional_writes": bool}
-
-
-@pytest.mark.long
-def test_buckets_of_run_and_data(bucket, doctor):
-    folder = bucket.folder()
-    objects.write(folder / "text" / "a.txt", b"".join(b"line %d\n" % i for i in range(50_000)))
-    result = doctor("--json", f"--workdir={folder}/run", data__path=f"{folder}/text/*.txt")
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    shape = SCHEMA | {
-        "storage": BUCKET_SCHEMA,
-        "data": {f"{folder}/text/*.txt": {"read": float, "latency_seconds": float}},
-    }
-    assert schema_error(found, shape) is None, schema_error(found, shape)
-    assert found["storage"]["conditional_writes"]
-    assert sorted(objects.describe_below(folder)) == ["text/a.txt"]
-    page = doctor(f"--workdir={folder}/run", data__path=f"{folder}/text/*.txt")
-    assert page.returncode == 0, page.stderr
-    assert "latency" in page.stdout
-
-
-def test_speeds_of_a_bucket(bucket, monkeypatch):
+def test_speeds_and_credentials_of_a_bucket(bucket, monkeypatch):
     monkeypatch.setattr(health, "FILE_BYTES", 2**20)
-    folder, advice = bucket.folder(), []
-    found = examination._storage(SimpleNamespace(workdir=folder), advice)
-    assert schema_error(found, BUCKET_SCHEMA) is None
-    assert sorted(objects.describe_below(folder)) == []
-    bucket.plan(kinds=["slow"])
-    slow = examination._storage(SimpleNamespace(workdir=folder), advice)
-    assert slow["latency_seconds"] > 0.3
-    assert advice[-1].endswith("so checkpoints take long; use a bucket in the region of this machine")
+    folder = bucket.folder()
+    found = examination._storage(folder)
+    assert schema_error(found, {"folder": str, "write": float, "read": float, "latency_seconds": float}) is None
+    assert objects.describe_below(folder) == {}
     bucket.plan(kinds=["403"])
     findings = examination.Findings()
     with findings.part():
-        examination._read_speeds(folder / "text")
-    with findings.part():
-        examination._storage(SimpleNamespace(workdir=folder), advice)
-    assert len(findings.problems) == 2
-    assert all("the credentials of this process may not" in line for line in findings.problems)
+        examination._storage(folder)
+    (problem,) = findings.problems
+    assert "the credentials of this process may not" in problem
 
 
 @pytest.mark.parametrize(
-    ("kind", "matmul_flops", "changes", "expected"),
+    ("kind", "matmul_flops", "advice"),
     [
-        ("NVIDIA H200", 900e12, AUTO, []),
-        ("NVIDIA H200", 900e12, AUTO | {"mesh.preset": "none"}, ["mesh.preset=none; with auto, difftx selects"]),
-        ("NVIDIA H200", 247e12, AUTO, ["matrix products reach 25% of the data sheet; look for other processes"]),
-        ("NVIDIA L40S", 1e12, AUTO, []),  # Its peak is unknown.
-        (
-            "NVIDIA H200",
-            50e12,
-            AUTO | {"model.compute_dtype": "float32"},
-            ["model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16"],
-        ),
+        ("NVIDIA H200", 900e12, []),
+        ("NVIDIA H200", 247e12, ["matrix products reach 25% of the data sheet; look for other processes"]),
+        ("NVIDIA L40S", 1e12, []),  # Its peak is unknown.
     ],
 )
-def test_advice_on_a_gpu(kind, matmul_flops, changes, expected, examined, monkeypatch):
+def test_a_slow_gpu_is_named(kind, matmul_flops, advice, examined, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    found = examined(changes, storage={"write": 1e9}, kind=kind, matmul_flops=matmul_flops)
-    assert len(found.advice) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(found.advice, expected, strict=True)), found.advice
+    fields = {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}
+    found = examined(fields, storage={"write": 1e9}, kind=kind, matmul_flops=matmul_flops)
+    assert found.advice == advice
     assert found.config["tokens_per_second"] > 0
 
 
@@ -268,18 +197,6 @@ def test_space_and_time_of_checkpoints(changes, storage, problem, advice, examin
 
 
 @pytest.mark.parametrize(
-    ("steps", "every_steps", "keep", "keep_every_steps", "expected"),
-    [(10, 1, 3, None, 4), (3, 1, 3, None, 3), (10, 1, 3, 1, 10), (10, 2, 1, 3, 3), (10, 4, 1, 5, 2), (10, 1, 1, 4, 4)],
-)
-def test_a_checkpoint_that_is_kept_for_two_reasons_counts_once(
-    config, steps, every_steps, keep, keep_every_steps, expected
-):
-    fields = {"every_steps": every_steps, "keep": keep, "keep_every_steps": keep_every_steps}
-    c = config(train__steps=steps, **{f"checkpoint__{name}": value for name, value in fields.items()})
-    assert examination._most_checkpoints(c) == expected
-
-
-@pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"data.path": "/nowhere/text.txt"}, "data.path='/nowhere/text.txt': "),
@@ -294,58 +211,3 @@ def test_a_config_that_training_refuses_is_a_problem(changes, problem, examined,
     monkeypatch.setitem(sys.modules, "wandb", None)
     (line,) = examined(changes, storage={"write": 1e9}).problems
     assert problem in line
-
-
-def test_collectives_are_measured_on_the_mesh_of_the_preset(text_file, tmp_path, monkeypatch):
-    """A training with mesh.preset=auto does not use the config's sizes, which would not fit the devices."""
-    monkeypatch.setattr(kernel_measurement, "measured", lambda config: ({"xla": 1.0}, {}))
-    monkeypatch.setattr(health, "FILE_BYTES", 2**20)
-    changes = {"mesh.preset": "auto", "mesh.fsdp": "3", "mesh.tensor": "1", "train.global_batch_tokens": "512"}
-    config = load_config("quickstart:diff", TINY | {"data.path": str(text_file)} | changes)
-    parser = argparse.ArgumentParser()
-    multihost.add_flags(parser)
-    options = argparse.Namespace(**vars(parser.parse_args([])), workdir=tmp_path / "run", config="quickstart:diff")
-    found = examination.examine(options, config)
-    assert found.problems == []
-    assert list(found.collectives) == [axis for axis, size in found.config["mesh"].items() if size > 1] == ["fsdp"]
-
-
-def test_versions_of_libraries_of_accelerators(monkeypatch):
-    installed = importlib.metadata.version
-    theirs = {"jax-cuda13-plugin": "0.12.0", "nvidia-cudnn-cu13": "9.19.0.56"}
-
-    def version(name):
-        if name in theirs or name not in manifest.ACCELERATOR_PACKAGES:
-            return theirs.get(name) or installed(name)
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    software = manifest.package_versions()
-    assert {name: software[name] for name in theirs} == theirs
-    assert "libtpu" not in software
-
-
-@pytest.mark.long
-def test_two_processes_report_what_one_of_them_lacks(tmp_path):
-    text, missing = tmp_path / "text.txt", tmp_path / "nowhere.txt"
-    write_text(text)
-    flags = [f"--config.{name}={value}" for name, value in (TINY | {"mesh.fsdp": "4"}).items()]
-    flags += ["--config=configs/quickstart.py:diff", f"--workdir={tmp_path / 'run'}", "--json"]
-    flags += ["--coordinator", f"localhost:{free_port()}", "--processes", "2"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "difftx", "doctor", *flags, "--process", str(process), f"--config.data.path={path}"],
-            cwd=ROOT,
-            env=child_environment(2),
-            **pipes,
-        )
-        for process, path in enumerate((text, missing))
-    ]
-    outputs = [process.communicate(timeout=240) for process in started]
-    first, second = ((process.returncode, *output) for process, output in zip(started, outputs, strict=True))
-    assert (first[0], second[0]) == (1, 1), (first, second)
-    assert second[1] == ""
-    found = json.loads(first[1])
-    assert found["devices"]["count"] == 4
-    assert any(f"data.path='{missing}'" in line for line in found["problems"]), found["problems"]

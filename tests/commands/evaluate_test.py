@@ -12,7 +12,6 @@ import jax
 import pytest
 from conftest import ROOT, TINY, replace
 from helpers.report_runs import save_run, write_result
-from helpers.training_checkpoints import flip_a_bit, largest_file
 
 from difftx.commands.evaluate import chosen_steps, run_suites, show_result
 from difftx.commands.flags import Parser
@@ -20,10 +19,9 @@ from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import SUITES, loss
 from difftx.evals import run as evals
-from difftx.evals.result import Number, Result
+from difftx.evals.result import Number
 from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import read_manifest
-from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
 from difftx.training.state import init_state
 
@@ -94,24 +92,6 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     assert "skipped" in capsys.readouterr().out
 
 
-def test_corrupt_checkpoint_does_not_prevent_the_evaluation_of_others(run, capsys):
-    flip_a_bit(largest_file(run.workdir / "checkpoints" / "9"))
-    with pytest.raises(UserError, match="1 of 2 steps were not evaluated: step 9: the checkpoint does not verify"):
-        evaluate(run, "loss", step="9:12")
-    assert "step 9: the checkpoint does not verify" in capsys.readouterr().out
-    assert list(results(run, "loss")) == [12]
-
-
-def test_steps_before_an_extension_with_a_trace_are_evaluated(run):
-    """The steps 15 to 17, which the extended run traces, are after the last step of the checkpoint's config, 6."""
-    config = replace(replace(run.config, "train", steps=20), "logging", profile_steps=(15, 3))
-    dataclasses.replace(run, config=config).write_files()
-    evaluate(run, "loss", step="3")
-    assert list(results(run, "loss")) == [3]
-    trained = open_checkpoint(read_manifest(run.workdir / "checkpoints" / "3"), config).config
-    assert (trained.train.steps, trained.logging.profile_steps) == (6, ())
-
-
 def test_moved_data_is_found_at_the_path_in_config_json(run, tmp_path):
     """Evaluate an old checkpoint whose data has moved. Other data at that path, as of a later stage, is not used."""
     evaluate(run, "loss", step="3")
@@ -131,8 +111,8 @@ def test_moved_data_is_found_at_the_path_in_config_json(run, tmp_path):
     assert results(run, "loss")[3] == before
 
 
-def test_steps_of_other_data_at_the_same_path_are_refused(run, tmp_path, capsys):
-    """Only step 9 was trained on the present text. All steps have equal configs, but do not share a run."""
+def test_steps_of_other_data_at_the_same_path_are_refused(run, tmp_path):
+    """Only step 9 was trained on the present text. All steps have equal configs."""
     text, original = tmp_path / "text.txt", Path(run.config.data.path).read_text()
     config, edited = replace(run.config, "data", path=str(text)), original.replace("squared", "to the power of two")
     for step, content in ((6, original), (9, edited), (12, original)):
@@ -142,58 +122,27 @@ def test_steps_of_other_data_at_the_same_path_are_refused(run, tmp_path, capsys)
     message = r"checkpoints/6: the data changed since the training: source train \w+… → \w+…; restore the data, or"
     with pytest.raises(UserError, match=message):
         evaluate(mixed, "loss", step="6")
-    with pytest.raises(UserError, match="2 of 3 steps were not evaluated"):
-        evaluate(mixed, "loss", step="all")
-    assert "checkpoints/12: the data changed since the training" in capsys.readouterr().out
+    evaluate(mixed, "loss", step="9")
     assert list(results(mixed, "loss")) == [9]
 
 
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.long
-def test_interrupted_suite_does_not_reuse_answers_of_other_weights(run, monkeypatch):
-    """Kill an evaluation with an answer in its journal, then train the step again. The answer is not used."""
-    asked, began = [], []
-
-    def suite(evaluation):
-        began.append(evaluation)
-        items = ["a", "b"]
-        answers = evaluation.answers(
-            items, lambda batch: [asked.append(x) or 1 for x in batch], what="items", batch_items=1
-        )
-        next(answers)
-        if len(began) == 1:
-            raise Killed
-        return Result(numbers={"sum": 1 + sum(answer for _, answer in answers)})
-
-    replace_loss(monkeypatch, suite)
-    with pytest.raises(Killed):
-        evaluate(run, "loss", step="3")
-    shutil.rmtree(run.workdir / "checkpoints" / "3")
-    save_run(run.config, run.workdir, [3])
-    evaluate(run, "loss", step="3")
-    assert asked == ["a", "a", "b"]
 
 
 def test_charts_are_drawn_next_to_the_result(run, monkeypatch, capsys):
-    drawn = []
+    """After an evaluation in the training loop, there are no charts yet. A second command draws them."""
+    folder, drawn = run.workdir / "evals" / "position" / "12", []
 
     def draw_chart(chart, folder):
         drawn.append((chart["name"], folder))
-        folder.mkdir(exist_ok=True)
-        (folder / "file.png").touch()
         return [folder / "file.png"]
 
     monkeypatch.setitem(sys.modules, "difftx.report.charts", types.SimpleNamespace(draw_chart=draw_chart))
     evaluate(run, "position")
-    folder = run.workdir / "evals" / "position" / "12"
-    assert drawn == [("loss_by_position", folder)]
     assert str(folder / "file.png") in capsys.readouterr().out
     evaluate(run, "position")
-    assert len(drawn) == 1
-    (folder / "file.png").unlink()  # After an evaluation in the training loop, there are no charts either.
+    assert drawn == [("loss_by_position", folder)] * 2
+    folder.mkdir()
+    (folder / "file.png").touch()
     evaluate(run, "position")
     assert len(drawn) == 2
 
@@ -201,18 +150,17 @@ def test_charts_are_drawn_next_to_the_result(run, monkeypatch, capsys):
 def test_generated_text_cannot_control_the_terminal(tmp_path, capsys):
     hostile = "a\tb\nc\x1b]0;t\x07 \x9b31m \u202e [red]"
     samples = [{"prompt": hostile, "completion": hostile}]
-    write_result(tmp_path, "sample", 3, {hostile: 1.0}, details={"samples": samples})
+    write_result(tmp_path, "sample", 3, {}, details={"samples": samples})
     show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "sample", 3, "params", fresh=True)
     printed = capsys.readouterr().out
     assert not UNPRINTABLE.search(printed)
-    assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 3
+    assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 2
 
 
 def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     """If the suite states the values of guessing, print them too. Wrap names that are wider than the terminal."""
     long = "a_very_long_name_of_a_task_" * 5 + "accuracy"
-    loss = Number(2.0654906797921285, "nats per token", "lower", chance=5.575949)
-    numbers = {"loss": loss, "perplexity": Number(7.889, better="lower"), "documents": 12.0, long: 0.5}
+    numbers = {"loss": Number(2.0654906797921285, "nats per token", "lower", chance=5.575949), long: 0.5}
     write_result(tmp_path, "loss", 3, numbers)
     show_result(types.SimpleNamespace(workdir=tmp_path, files=tmp_path), "loss", 3, "params", fresh=True)
     title, *lines = capsys.readouterr().out.splitlines()
@@ -220,9 +168,6 @@ def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
     rows = [line.split() for line in lines]
     assert ["number", "value", "by", "guessing", "unit", "better"] in rows
     assert ["loss", "2.0655", "5.5759", "nats", "per", "token", "lower"] in rows
-    assert ["perplexity", "7.889", "–", "lower"] in rows
-    assert ["documents", "12", "–"] in rows
-    assert len({line.index(unit) for line in lines for unit in ("unit", "nats per token") if unit in line}) == 1
     assert max(map(len, lines)) <= 120
     assert long in "".join(line.split()[0] for line in lines if "a_" in line or "accuracy" in line)
 
@@ -237,15 +182,10 @@ def test_mistakes_are_rejected_with_a_fix(run, tmp_path):
             evaluate(run, "loss", step=step)
     for flags, message in [
         (["--mesh.fsdp=3"], r"mesh\.fsdp=3.* do not multiply to the 8 devices here.* --mesh\.data=1 --mesh\.fsdp=-1"),
-        (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be split.* --mesh\.data=1"),
         (["--mesh.fspd=1"], "Did you mean 'fsdp'"),
-        (["--eval.loss_token=1"], "Did you mean 'loss_tokens'"),
-        (["--model.num_heads=1"], r"does not change model\.num_heads, only eval\.…, mesh\.…, model\.attention_impl"),
     ]:
         with pytest.raises(UserError, match=message):
             evaluate(run, "loss", flags=flags)
-    with pytest.raises(UserError, match="Did you mean 'recall'"):
-        evaluate(run, "recal")
     empty = Run.open(run.config, tmp_path / "empty")
     empty.workdir.mkdir()
     empty.write_files()

@@ -186,35 +186,12 @@ def test_a_tokenizer_is_trained(tmp_path, capsys):
     assert tokenizer.encode_chat("<|user|>") == [1]
     for text in random_strings(300):  # Bytes are tokens, so no text is lost.
         assert tokenizer.decode(tokenizer.encode_ordinary(text)) == text
-    documents = int(re.search(r"trained on ([\d,]+) documents", said)[1].replace(",", ""))
-    held_out = re.search(r"held-out text: ([\d.]+) bytes per token \(([\d,]+) bytes of (\d+) documents\)", said)
-    assert documents + int(held_out[3]) == 3000
-    assert float(held_out[1]) > 2
+    assert "trained on 3,000 documents" in said
+    assert float(re.search(r"([\d.]+) bytes per token of the first 3,000 documents", said)[1]) > 2
     with pytest.raises(UserError, match="exists already"):
         tokenizer_command.main([*flags, f"--out={tmp_path / 'b'}"])
     with pytest.raises(UserError, match="--vocab_size=100: 256 bytes and the special tokens need at least 257"):
         tokenizer_command.main(["train", "--input=x", "--vocab_size=100", f"--out={tmp_path / 'c'}"])
-
-
-CHOSEN = ["91 squared is 8281.", "97 squared is 9409."]  # The first bytes of their SHA-256 are below 5.
-
-
-@pytest.mark.parametrize(
-    ("texts", "trained", "held_out"),
-    [
-        (CHOSEN[:1], 1, 0),
-        (["90 squared is 8100.", *CHOSEN], 1, 2),
-    ],
-)
-def test_the_first_document_is_never_held_out(tmp_path, capsys, texts, trained, held_out):
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    flags = ["train", f"--input={tmp_path / 'text.jsonl'}", "--vocab_size=260", f"--out={tmp_path / 'out'}"]
-    assert tokenizer_command.main(flags) == 0
-    said = capsys.readouterr().out
-    assert f"trained on {trained} documents of " in said
-    expected = rf"bytes of {held_out} documents" if held_out else "held-out text: none, because the input has too few"
-    assert re.search(expected, said)
-    assert re.search(r"^training text: [\d.]+ bytes per token", said, re.MULTILINE)
 
 
 MESSAGES = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]

@@ -19,7 +19,6 @@ from difftx.config import flag
 from difftx.errors import UserError
 from difftx.evals import SUITES, explanation_of
 from difftx.evals import run as evals
-from difftx.evals.inner import named
 from difftx.evals.result import Number, Result, format_value, read_numbers
 from difftx.evals.suite import Suite
 from difftx.parallel.mesh import make_mesh
@@ -228,20 +227,6 @@ def measure_of(suite, number):
     """Return the documented unit and direction of a number. Numbers of inner suites have theirs."""
     match, unit, better = next((m, u, b) for pattern, u, b in documented(suite) if (m := pattern.fullmatch(number)))
     return measure_of(**match.groupdict()) if match.groupdict() else (unit, better)
-
-
-def test_numbers_of_inner_suites_keep_their_measures():
-    numbers = {
-        "ar_hit_loss": Number(2, "nats per token", "lower", "AR-Hit loss"),
-        "recall_of_b": Number(1, label="recall of b"),
-    }
-    found = named("recall", numbers, "4_bits")
-    assert {name: vars(number) for name, number in found.items()} == {
-        "recall_ar_hit_loss_4_bits": {**vars(numbers["ar_hit_loss"]), "label": "recall AR-Hit loss 4 bits"},
-        "recall_recall_of_b_4_bits": {**vars(numbers["recall_of_b"]), "label": "recall of b 4 bits"},
-    }
-    assert found["recall_ar_hit_loss_4_bits"].axis == "recall AR-Hit loss 4 bits (nats per token)"
-    assert list(named("exact_match", {"exact_match": Number(1, label="exact match")})) == ["exact_match_exact_match"]
 
 
 def test_every_suite_is_explained(monkeypatch):

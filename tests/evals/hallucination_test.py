@@ -53,7 +53,7 @@ def replace_model(monkeypatch, answer):
     def of_prompt(text):
         return answer(*(QUESTION.search(text) or SUMMARY.search(text)).groups())
 
-    return Writer(monkeypatch, "hallucination.suite", of_prompt)
+    return Writer(monkeypatch, of_prompt)
 
 
 def town(document):
@@ -143,13 +143,13 @@ def test_endpoint_judges_only_answers_that_are_not_empty(folder, tmp_path, monke
     replace_model(monkeypatch, lambda document, question: "" if "person 2" in question else town(document))
     with ChatServer() as server:
         reach = {"judge__base_url": server.url, "hallucination__judge_model": "gpt-4o"}
-        config = config_of(folder, **reach, judge__usd_per_million_tokens_in=1, judge__usd_per_million_tokens_out=2)
+        config = config_of(folder, **reach)
         result = evaluated(config, tmp_path)
         assert len(server.asked) == 19  # The answers about persons 2 and 20 to 29 are empty.
         assert result.numbers["qa_accuracy_by_judge_gpt_4o"] == pytest.approx(19 / 30)
         assert result.numbers["qa_accuracy_when_answered_by_judge_gpt_4o"] == 1
         assert "judge: gpt-4o" in result.charts[0].title
-        assert result.details["cost_usd"] == pytest.approx(19 * (1000 + 2 * 10) / 1e6)
+        assert result.details["tokens_in"] == 19 * 1000
         assert "offline" not in json.dumps(result.numbers) + result.charts[0].title
         # A result depends on the judge's model and its endpoint, but not on the pace of the requests.
         run = Run.open(override(config, {"eval.judge.concurrency": "1"}), tmp_path)
@@ -169,18 +169,14 @@ GOOD = {"context": "Some text.", "input": "What?", "answers": ["This"]}
 @pytest.mark.parametrize(
     ("records", "changes", "message"),
     [
-        ([], {}, r"eval.hallucination.sets, qa.path=.*qa.jsonl: the file has no documents"),
         (None, {}, r"eval.hallucination.sets, qa.path=.*qa.jsonl: cannot be read"),
         ([GOOD, {"context": "a", "inputs": "b"}], {}, "line 2 has no field 'input'. Did you mean 'inputs'"),
-        ([GOOD | {"context": 3}], {}, "line 1: context=3 must be text, and not empty"),
         ([GOOD | {"context": " \n"}], {}, "line 1: context is only white space"),
         ([GOOD | {"context": {"title": ["a"]}}], {}, "line 1: context must be text, a list of texts, or have lists"),
         ([GOOD | {"context": {"title": ["a"], "sentences": []}}], {}, "1 titles and 0 lists of sentences"),
         ([GOOD | {"answers": []}], {}, r"line 1: answers=\[\] must be a text or a list of texts"),
         ([GOOD | {"answers": ["a", " "]}], {}, "line 1: answers=.* must be a text or a list of texts"),
-        ([GOOD | {"answers": 7}], {}, "line 1: answers=7 must be text"),
         ([GOOD | {"input": "?" * 400}], {}, "line 1: question, .* new_tokens=16 leave 0 tokens of data.sequence_len"),
-        ([GOOD], {"new_tokens": 500}, "new_tokens=500 leave 0 tokens of data.sequence_length=512"),
     ],
 )
 def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):
@@ -189,12 +185,6 @@ def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message
         write_lines(path, records)
     with pytest.raises(UserError, match=message):
         loaded(config_of(folder, set_of(folder, path=str(path), **changes)))
-
-
-def test_long_documents_can_be_refused(folder):
-    with pytest.raises(UserError, match=r"line \d+: the document has 1\d\d tokens, and data.sequence_length=257"):
-        loaded(config_of(folder, window=257, hallucination__long_documents="refuse"))
-    loaded(config_of(folder, hallucination__long_documents="refuse"))
 
 
 def test_a_judge_without_a_key_is_refused(folder, tmp_path, monkeypatch):

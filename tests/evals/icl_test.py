@@ -155,46 +155,6 @@ def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
         assert result.numbers[f"trec_{order}_accuracy"] == pytest.approx(np.mean(values[2]))
 
 
-@pytest.mark.parametrize("order", ["random", "alternating"])
-@pytest.mark.parametrize("shots", [1, 4])
-def test_few_demonstrations_have_each_permutation_once(folder, order, shots):
-    """Compare the orders with all permutations, or with those whose labels alternate.
-
-    The config allows 24 permutations, which includes all orders of four demonstrations.
-    """
-    (task,) = loaded(config_of(folder, shots=shots, permutations=24, orders=order))
-    found = [tuple(read(task.prompts(item)[0])[0]) for item in task.items]
-    expected = set(itertools.permutations(found[0]))
-    if order == "alternating":
-        expected = {demonstrations for demonstrations in expected if alternates([label for _, label in demonstrations])}
-    assert len(found) == len(expected)
-    assert set(found) == expected
-    (fewer,) = loaded(config_of(folder, shots=shots, permutations=2, orders=order))
-    assert len({item.permutation for item in fewer.items}) == len(fewer.items) == min(2, len(expected))
-
-
-def alternates(labels):
-    try:
-        check_alternation(labels)
-    except AssertionError:
-        return False
-    return True
-
-
-def test_no_prompt_is_scored_twice(folder, tmp_path, monkeypatch):
-    chooser = Chooser(monkeypatch, lambda seen, question, names: seen[0][1])
-    config = config_of(folder, permutations=10, questions=20, shots="1,2,3,12")
-    result = evaluated(config, tmp_path)
-    details = result.details["tasks"]["trec"]
-    (task,) = loaded(config)
-    prompts = {bytes(p.context + p.question) for item in task.items for p in task.prompts(item)}
-    assert chooser.prompts == details["prompts"] == len(prompts)
-    counts = {(c["order"], c["shots"]): c["permutations"] for c in details["accuracy_of_each_permutation"]}
-    assert [counts["random", shots] for shots in (1, 2, 3, 12)] == [1, 2, 6, 10]
-    assert counts["alternating", 1] == 1
-    assert all(len(c["accuracy"]) == c["permutations"] for c in details["accuracy_of_each_permutation"])
-
-
 def test_accuracy_once_stable_is_averaged(folder, tmp_path, monkeypatch):
     """The model answers more questions correctly the more demonstrations it sees, up to eight."""
     right = {1: 0, 2: 20, 4: 40, 8: 42, 12: 41}  # Demonstrations → correct answers, of 50.
@@ -234,12 +194,10 @@ def test_accuracy_is_stable_once_it_stays_within_a_twentieth(means, start):
 @pytest.mark.parametrize(
     ("records", "changes", "message"),
     [
-        ([], {}, r"eval.icl.tasks, trec.test=.*test.jsonl: the file has no examples"),
         ([{"text": " \n ", "coarse": "NUM"}], {}, "line 1: text is only white space"),
         ([{"text": "a", "coarse": "NUN"}], {}, r"line 1: coarse='NUN' is not a label of .*train.*. Did you mean 'NUM'"),
         ([{"text": "a " * 2000, "coarse": "NUM"}], {}, "'trec': data.sequence_length=1024 does not hold"),
         ([{"text": "a", "coarse": "NUM"}], {"train": "no/such.jsonl"}, "trec.train=no/such.jsonl: cannot be read"),
-        ([{"text": "a", "coarse": "NUM"}], {"label": "corse"}, "line 1 has no field 'corse'. Did you mean 'coarse'"),
     ],
 )  # fmt: skip
 def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):

@@ -53,21 +53,6 @@ def test_killed_evaluation_resumes_and_repeats_no_item(tmp_path):
     assert run(None, []) == EXPECTED
 
 
-def test_invalid_lines_are_skipped_and_later_lines_are_separate(tmp_path):
-    asked = []
-    with pytest.raises(Killed):
-        run(tmp_path / "5.json", asked, kill_after=21)
-    (path,) = tmp_path.iterdir()
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 21
-    for broken in (lines[6][:-9], b"\xff\xfe", b"[1]\n", b'{"id": "item 3"}\n', b'{"id": [3], "answer": 4}\n'):
-        path.write_bytes(b"".join([*lines[:6], broken]))
-        asked = []
-        assert run(tmp_path / "5.json", asked) == EXPECTED
-        assert asked == [item.id for item in ITEMS[6:]]
-        assert run(tmp_path / "5.json", [], kill_after=0) == EXPECTED
-
-
 def test_evaluations_with_other_settings_or_weights_run_at_the_same_time(tmp_path):
     """Each is killed after the other has begun, and resumes with its own answers."""
     heads = [{}, {"settings": "t"}, {"weights": "b/5"}, {"weights": None}, {"settings": "sa", "weights": "/5"}]
@@ -80,16 +65,3 @@ def test_evaluations_with_other_settings_or_weights_run_at_the_same_time(tmp_pat
         found = run(tmp_path / "5.json", asked, answer=lambda item, n=number: [n, item.id], **head)
         assert found == [(item, [number, item.id]) for item in ITEMS]
         assert len(asked) == len(ITEMS) - 35
-
-
-def test_two_sets_of_items_share_a_journal(tmp_path):
-    """The tasks of suite `icl` share a journal in this way."""
-    path = tmp_path / "5.json"
-    first, second = ITEMS[:10], ITEMS[10:30]
-    run(path, [], items=first)
-    with pytest.raises(Killed):
-        run(path, [], items=second, kill_after=7)
-    asked = []
-    run(path, asked, items=first)
-    run(path, asked, items=second)
-    assert asked == [item.id for item in second[7:]]

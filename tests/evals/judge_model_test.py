@@ -2,17 +2,15 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import random
 import threading
-import time
 import types
 
 import pytest
 from conftest import ROOT
-from helpers.chat_server import KEY, USAGE, ChatServer, completion
+from helpers.chat_server import KEY, ChatServer, completion
 
 from difftx.config.recipes import load_config
 from difftx.errors import RunError, UserError
@@ -22,13 +20,12 @@ from difftx.evals.hallucination.judges import Case, JudgeModel, read_verdict
 from difftx.progress import Work
 
 CONFIG = load_config(f"{ROOT}/configs/quickstart.py:diff", {"eval.hallucination.judge_model": "gpt-4o-2024-08-06"}).eval
-FAST = {"backoff_seconds": 0.01, "longest_wait_seconds": 3.0, "timeout_seconds": 20.0}
 NO_WORK = Work(enabled=False)
 
 
 def judge_of(server, folder, *, model="gpt-4o-2024-08-06", temperature=0.0, **changes):
     settings = dataclasses.replace(CONFIG.hallucination, judge_model=model, judge_temperature=temperature)
-    reach = dataclasses.replace(CONFIG.judge, **{"base_url": server.url} | FAST | changes)
+    reach = dataclasses.replace(CONFIG.judge, **{"base_url": server.url, "timeout_seconds": 20.0} | changes)
     return JudgeModel(settings, reach, folder / "verdicts.jsonl")
 
 
@@ -46,6 +43,7 @@ EXPECTED = [number % 3 != 0 for number in range(24)]
 @pytest.fixture(autouse=True)
 def key(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(chat, "BACKOFF_SECONDS", 0.01)
 
 
 def accurate(judge, cases=CASES):
@@ -58,17 +56,14 @@ def entries(folder):
 
 def test_verdicts_come_from_the_endpoint_and_are_requested_once(tmp_path, capsys):
     """At most `concurrency` requests are under way."""
-    prices = {"usd_per_million_tokens_in": 2.5, "usd_per_million_tokens_out": 10.0}
     together = threading.Barrier(3)
     with ChatServer(lambda number, prompt: together.wait(30) and None) as server:
-        judge = judge_of(server, tmp_path, concurrency=3, **prices)
+        judge = judge_of(server, tmp_path, concurrency=3)
         assert accurate(judge, [*CASES, CASES[4]]) == [*EXPECTED, True]
         assert (len(server.asked), server.most) == (len(CASES), 3)
-        assert "24 replies, 24,000 tokens in, 240 out, 0.0624 USD" in capsys.readouterr().out
+        assert "24 replies, 24,000 tokens in, 240 out\n" in capsys.readouterr().out
         assert judge.details()["tokens_in"] == 24_000
-        assert judge.details()["cost_usd"] == pytest.approx(0.0624)
-        again = judge_of(server, tmp_path, concurrency=1, requests_per_minute=6000.0)
-        assert accurate(again) == EXPECTED
+        assert accurate(judge_of(server, tmp_path, concurrency=1)) == EXPECTED
         assert "24 verdicts, 0 of them to be asked: 0 replies, 0 tokens in, 0 out\n" in capsys.readouterr().out
         assert len(server.asked) == len(CASES)
     assert all(entry["tokens_in"] == 1000 and json.loads(entry["reply"]) for entry in entries(tmp_path))
@@ -97,17 +92,16 @@ FAULTS = [
     {"drop": True},
     {"half": True},
     {"status": 429, "headers": {"Retry-After": "0"}},
-    {"status": 429, "headers": {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}},
     {"status": 429, "headers": {"Retry-After": "soon"}},
     {"status": 503, "reply": b"<html>busy, " + KEY.encode() + b"</html>"},
     {"status": 500, "reply": [1]},
     {"status": 529, "reply": {"error": "overloaded"}},
     {"reply": b'{"choices": [{"mess'},
     {"reply": b"\xff\xfe"},
-    {"reply": b"[" * 100_000},
     {"reply": {"choices": []}},
     {"reply": {"error": {"message": f"busy, {KEY}"}}},
     {"reply": completion(None)},
+    {"reply": completion("Maybe.", usage=None)},
     {"reply": completion("It is accurate, I would say.")},
     {"reply": completion('{"accurate": "yes"}')},
     {"reply": completion('{"why": "' + KEY)},
@@ -196,46 +190,13 @@ def test_persistent_failure_ends_the_suite_without_losing_verdicts(tmp_path, mon
         accurate(judge_of(types.SimpleNamespace(url=url), tmp_path / "none", attempts=2), CASES[:1])
 
 
-@pytest.mark.parametrize(
-    ("wait", "why"),  # Why the wait is refused, or None if the request is repeated.
-    [
-        ("1", None),
-        ("Fri, 01 Jan 999999 00:00:00 GMT", None),
-        ("nan", None),
-        ("9" * 5000, None),
-        ("9" * 400, r"asks to wait \d+ s, longer than"),
-        ("3600", "asks to wait 3600 s, longer than"),
-    ],
-)
-def test_retry_after_is_respected_ignored_or_refused(tmp_path, wait, why):
+def test_retry_after_is_respected(tmp_path):
     def behave(number, prompt):
-        return {"status": 429, "headers": {"Retry-After": wait}} if number == 0 else None
+        return {"status": 429, "headers": {"Retry-After": "1"}} if number == 0 else None
 
     with ChatServer(behave) as server:
-        if why:
-            with pytest.raises(RunError, match=why):
-                accurate(judge_of(server, tmp_path, concurrency=1))
-            assert len(server.asked) == 1  # With more threads, others may ask before the refusal has been read.
-        else:
-            assert accurate(judge_of(server, tmp_path), CASES[:1]) == EXPECTED[:1]
-            assert server.arrived[1] - server.arrived[0] >= (wait == "1")
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        *((part, r"no complete answer within 0\.5 s") for part in ("header", "body", "unsized_body")),
-        ("flood", "the response has more than 8 MiB"),
-    ],
-)
-def test_a_response_that_does_not_end_is_aborted(tmp_path, part, message):
-    with ChatServer(lambda number, prompt: {"drip": part}) as server:
-        began = time.monotonic()
-        with pytest.raises(RunError, match=f"attempts=1 failed, the last: {message}"):
-            accurate(judge_of(server, tmp_path, attempts=1, timeout_seconds=20 if part == "flood" else 0.5), CASES[:1])
-        assert part == "flood" or 0.5 <= time.monotonic() - began < 10
-        assert server.reached.wait(10)  # The connection is closed, too.
-    assert 1 < server.dripped < 32 * 2**20  # Socket buffers may hold data in flight.
+        assert accurate(judge_of(server, tmp_path), CASES[:1]) == EXPECTED[:1]
+        assert server.arrived[1] - server.arrived[0] >= 1
 
 
 HOSTILE = "\x1b]0;title\x07 \x9b31m \x7f \u202e"
@@ -249,8 +210,6 @@ HOSTILE = "\x1b]0;title\x07 \x9b31m \x7f \u202e"
         ({"status": 422, "reply": b"-" * 190 + KEY.encode()}, r"HTTP 422: -{190}\(key\);"),
         ({"status": 400, "reply": b""}, "refuses the request: HTTP 400: no message; see eval.judge.base_url"),
         ({"status": 401}, r"refuses the key in the environment variable OPENAI_API_KEY \(HTTP 401\)"),
-        ({"status": 403}, r"refuses the key in the environment variable OPENAI_API_KEY \(HTTP 403\)"),
-        ({"status": 302, "headers": {"Location": "/v1/elsewhere"}}, "refuses the request: HTTP 302"),
         ({"status": 307, "headers": {"Location": "{other}/chat/completions"}}, "refuses the request: HTTP 307"),
     ],
 )
@@ -269,37 +228,22 @@ def test_permanent_errors_are_not_retried_and_show_no_key(tmp_path, capfd, caplo
     assert not (tmp_path / "verdicts.jsonl").exists()
 
 
-ELSEWHERE = ["judge.example", "169.254.169.254", "10.0.0.1", "127.0.0.1.example", "localhost.example", "0.0.0.0"]
-ELSEWHERE += ["[fe80::1]", "127.1"]
-WITHIN = ["http://localhost:1/v1", "http://127.3.2.1/v1", "http://[::1]:8/v1"]
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("url", "text", "message"),
     [
-        *(
-            ({"base_url": f"http://{host}/v1"}, r"base_url=http://.*: a key is sent over https, or over")
-            for host in ELSEWHERE
-        ),
-        *(
-            ({"key_variable": name}, rf"key_variable='{name}': only a variable whose name ends in _KEY")
-            for name in ("HOME", "DATABASE_URL", "AWS_SESSION", "KEYS", "MY_KEY_FILE", "PASSWORD")
-        ),
-        *(({"key": key}, "is not set to a key") for key in (None, "", "  ", "sk-1\nsk-2", "sk é", "sk-1 sk-2")),
+        ("http://judge.example/v1", KEY, r"base_url=http://.*: a key is sent over https, or over"),
+        ("http://127.0.0.1.example/v1", KEY, r"base_url=http://.*: a key is sent over https, or over"),
+        *(("https://judge.example/v1", text, "is not set to a key") for text in (None, " ", "sk-1 sk-2", "sk \u00e9")),
+        ("http://localhost:1/v1", KEY, None),
+        ("http://[::1]:8/v1", KEY, None),
     ],
 )
-def test_a_key_is_sent_only_over_https_and_from_a_variable_for_keys(monkeypatch, changes, message):
-    key = changes.get("key", KEY)
-    for name in ("OPENAI_API_KEY", changes.get("key_variable", "OPENAI_API_KEY")):
-        monkeypatch.delenv(name, raising=False) if key is None else monkeypatch.setenv(name, key)
-    settings = dataclasses.replace(CONFIG.judge, **{name: x for name, x in changes.items() if name != "key"})
-    with pytest.raises(UserError, match=message) as error:
+def test_a_key_is_sent_only_over_https_or_within_this_machine(monkeypatch, url, text, message):
+    monkeypatch.setenv("OPENAI_API_KEY", text) if text is not None else monkeypatch.delenv("OPENAI_API_KEY")
+    settings = dataclasses.replace(CONFIG.judge, base_url=url)
+    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
         ChatEndpoint(settings)
-    assert "sk-" not in str(error.value)
-    if url := changes.get("base_url"):
-        ChatEndpoint(dataclasses.replace(settings, key_variable=None))
-        for allowed in (url.replace("http", "https"), *WITHIN):
-            ChatEndpoint(dataclasses.replace(settings, base_url=allowed))
+    ChatEndpoint(dataclasses.replace(settings, key_variable=None))
 
 
 def test_an_endpoint_that_needs_a_key_names_its_field(tmp_path):
@@ -307,55 +251,11 @@ def test_an_endpoint_that_needs_a_key_names_its_field(tmp_path):
         accurate(judge_of(server, tmp_path, key_variable=None))
 
 
-@pytest.mark.parametrize(
-    ("status", "shown"), [(404, f"{KEY[:9]}****{KEY[-7:]}"), (503, f"{KEY}{KEY[:6]}"), (200, KEY[:-1] + "!")]
-)
-def test_parts_of_the_key_are_masked_in_messages(tmp_path, status, shown):
-    how = {"status": status, "reply": {"error": {"message": f"wrong key {shown}, {'x' * 99} {shown}"}}}
-    masked = pytest.raises((UserError, RunError), match=r"wrong key \(key\)")
-    with ChatServer(lambda number, prompt: how) as server, masked as error:
-        accurate(judge_of(server, tmp_path, attempts=1), CASES[:1])
-    text = str(error.value)
-    assert not any(KEY[at : at + 6] in text for at in range(len(KEY) - 5))
-
-
 def test_a_proxy_does_not_see_a_request_within_this_machine(tmp_path, monkeypatch):
     with ChatServer() as server, ChatServer() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         assert accurate(judge_of(server, tmp_path), CASES[:2]) == EXPECTED[:2]
         assert (len(server.asked), len(proxy.asked)) == (2, 0)
-
-
-def test_rate_limit_spaces_requests(monkeypatch):
-    class Clock:
-        now = 100.0
-
-        def monotonic(self):
-            return self.now
-
-        def wait(self, seconds):
-            self.now += seconds
-
-    clock = Clock()
-    monkeypatch.setattr(chat, "time", clock)
-    endpoint = ChatEndpoint(dataclasses.replace(CONFIG.judge, requests_per_minute=30.0))
-    endpoint.stopped = clock
-    taken = []
-    for pause in (0, 0, 0, 0, 60, 0):
-        clock.now += pause
-        endpoint._await_turn()
-        taken.append(clock.now)
-    assert [later - before for before, later in itertools.pairwise(taken)] == [2, 2, 2, 60, 2]
-
-
-def test_replies_without_usage_are_reported(tmp_path, capsys):
-    def behave(number, prompt):
-        usage = [None, {}, {"prompt_tokens": -1, "completion_tokens": 1}, USAGE][number]
-        return {"reply": completion('{"accurate": true}', usage=usage)}
-
-    with ChatServer(behave) as server:
-        judge_of(server, tmp_path).verdicts(CASES[:4], "hotpotqa", NO_WORK)
-    assert "4 replies, 1,000 tokens in, 10 out, 3 replies do not say how many" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -369,9 +269,6 @@ def test_replies_without_usage_are_reported(tmp_path, capsys):
         ('{"accurate": true', None),
         ("[true]", None),
         ("", None),
-        ("{" * 2**20, None),  # Quadratic time would be minutes.
-        ('{"a":' * 2**20, None),
-        ("{" * 2**20 + '{"accurate": true}' + "{" * 8000, (True, "")),
     ],
 )
 def test_verdict_is_extracted_from_surrounding_text(text, verdict):

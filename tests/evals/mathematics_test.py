@@ -121,8 +121,6 @@ def test_variants_of_published_fields(tmp_path):
     ("name", "change", "message"),
     [
         ("gsm8k", {"answer": "It is 5."}, "line 2: 'answer' has no answer in the form of gsm8k"),
-        ("math", {"problem": 3}, "line 2: problem=3 must be text"),
-        ("svamp", {"Answer": None}, "line 2: Answer=None must be text"),
         ("asdiv", {"answer": " (apples)"}, "line 2: 'answer' has no answer in the form of asdiv"),
         ("tabmwp", {"table": ""}, "line 2: table='' must be text"),
     ],
@@ -184,6 +182,9 @@ def problem(answer, *, latex=False, choices=()):
     return Problem(name="a", question="b", solution=None, answer=answer, latex=latex, choices=choices)
 
 
+LATEX = ["\\frac12", "(x+1)(x-1)", "\\text{Evelyn}", "\\left( 3, \\frac{\\pi}{2} \\right)"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "right", "wrong"),
@@ -192,26 +193,16 @@ def problem(answer, *, latex=False, choices=()):
         ("1,005", ["The answer is 1005.", "The answer is $1,005.", "= 1005 dollars"], ["The answer is 1.005", ""]),
         ("18", ["3 * 6 = 18. The answer is 18.", "The answer is 18.0", "#### 18", "The answer is 3. The answer is 18"],
          ["The answer is 8.", "18 no, 19. The answer is 19.", "The answer is -18"]),
+        (LATEX[0], ["The answer is 0.5.", "The answer is \\frac{1}{2}", "\\boxed{1/2}"], ["The answer is $2$."]),
+        (LATEX[1], ["The answer is $x^2-1$.", "\\boxed{(x-1)(x+1)}", "The answer is x^2 - 1."], ["\\boxed{x^2+1}"]),
+        (LATEX[2], ["The answer is Evelyn.", "\\boxed{\\text{Evelyn}}"], ["The answer is Eve.", "Evelyn"]),
+        (LATEX[3], ["The answer is $(3, \\pi/2)$."], ["The answer is $(3, \\pi)$."]),
     ],
 )  # fmt: skip
-def test_equivalent_numbers_are_right(math_verify, answer, right, wrong):
-    assert [is_right(text, problem(answer)) for text in right] == [True] * len(right)
-    assert [is_right(text, problem(answer)) for text in wrong] == [False] * len(wrong)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
-        ("\\frac12", ["The answer is 0.5.", "The answer is \\frac{1}{2}", "\\boxed{1/2}"], ["The answer is $2$."]),
-        ("(x+1)(x-1)", ["The answer is $x^2-1$.", "\\boxed{(x-1)(x+1)}", "The answer is x^2 - 1."], ["\\boxed{x^2+1}"]),
-        ("\\text{Evelyn}", ["The answer is Evelyn.", "\\boxed{\\text{Evelyn}}"], ["The answer is Eve.", "Evelyn"]),
-        ("\\left( 3, \\frac{\\pi}{2} \\right)", ["The answer is $(3, \\pi/2)$."], ["The answer is $(3, \\pi)$."]),
-    ],
-)  # fmt: skip
-def test_equivalent_expressions_are_right(math_verify, answer, right, wrong):
-    assert [is_right(text, problem(answer, latex=True)) for text in right] == [True] * len(right)
-    assert [is_right(text, problem(answer, latex=True)) for text in wrong] == [False] * len(wrong)
+def test_equivalent_answers_are_right(math_verify, answer, right, wrong):
+    asked = problem(answer, latex=answer in LATEX)
+    assert [is_right(text, asked) for text in right] == [True] * len(right)
+    assert [is_right(text, asked) for text in wrong] == [False] * len(wrong)
 
 
 @pytest.mark.long
@@ -238,7 +229,7 @@ def evaluated(config, workdir):
 
 def replace_model(monkeypatch, answer):
     """Answer the question of each prompt by `answer(question)`."""
-    return Writer(monkeypatch, "math", lambda text: answer(text.rpartition("Question: ")[2].partition("\nAnswer:")[0]))
+    return Writer(monkeypatch, lambda text: answer(text.rpartition("Question: ")[2].partition("\nAnswer:")[0]))
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ import json
 import re
 import types
 
-import numpy as np
 import pytest
 from conftest import suite_config
 from helpers.evals_examples import examples, task_of, write_lines
@@ -17,7 +16,6 @@ from difftx.evals.attention.suite import prompts_of
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.icl import IclTask
 from difftx.evals.needle.prompts import NeedlePrompts
-from difftx.inference import decode
 from difftx.inference.score import Score
 from difftx.progress import Work
 from difftx.training.run import Run
@@ -125,27 +123,6 @@ def test_the_token_begins_each_request_of_lm_eval_once(run, monkeypatch):
     found = model.generate_until([request("generate_until", context, options) for context in ("1 + 1 =", "")])
     assert [each.prompt for each in found] == [(first, *ids("1 + 1 =")), (first,)]
     assert {each.stop for each in found} == {("\n", theirs.eos_token)}
-
-
-@pytest.mark.long
-def test_a_special_token_ends_a_text_for_lm_eval(run, monkeypatch):
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-
-    from difftx.evals.harness.model import HarnessModel
-
-    @dataclasses.dataclass
-    class Rows:
-        done_B: object = None
-
-    [special] = run.tokenizer.prefix
-    written = [*run.tokenizer.encode_ordinary(" 42"), special, *run.tokenizer.encode_ordinary(" or 43")]
-    monkeypatch.setattr(decode, "prefill", lambda *_, **__: Rows())
-    monkeypatch.setattr(decode, "with_room", lambda lm, rows, tokens: rows)
-    monkeypatch.setattr(decode, "next_tokens", lambda lm, rows, sampling: (rows, np.array([written] * 8)))
-    options = {"until": ["Q:", "<s>"], "max_gen_toks": len(written), "do_sample": False}
-    asked = Instance(request_type="generate_until", doc={}, arguments=("6 x 7 =", options), idx=0)
-    assert HarnessModel(Evaluation(run, None, Work(enabled=False))).generate_until([asked]) == [" 42"]
 
 
 def without_prefix(tokenizer):

@@ -63,6 +63,7 @@ def test_operands_are_rounded(config, text_file, tmp_path):
     assert result.details["rounded"] == "operands"
 
 
+@pytest.mark.long
 def test_products_are_rounded(config, text_file, tmp_path):
     """Weights alone are compared with NumPy's rounding, and other precisions with runs that have them as a field.
 

@@ -8,6 +8,7 @@ import pytest
 from difftx.evals.evaluation import Evaluation, journal_of
 from difftx.evals.harness import requests
 from difftx.evals.harness.requests import GenerationRequest, complete_all, score_all
+from difftx.inference.generate import Completion
 from difftx.inference.sampling import GREEDY, Sampling
 from difftx.inference.score import Score
 from difftx.progress import Work
@@ -57,9 +58,9 @@ def test_texts_are_generated_once_each_with_their_own_options(evaluation, monkey
     def generate(lm, batch, sampling, *, stop, batch_rows):
         found = [str((r.prompt, r.new_tokens, r.seed, sampling, stop)) for r in batch]
         asked.extend(found)
-        return [types.SimpleNamespace(text=text) for text in found]
+        return [Completion(tokens=[], text=text, ended_by="limit") for text in found]
 
-    monkeypatch.setattr(requests, "generate", generate)
+    monkeypatch.setattr("difftx.evals.evaluation.generate", generate)
     wanted = [
         GenerationRequest(prompt=(i,) * (i % 5 + 1), new_tokens=8 + i % 2, stop=stop, sampling=sampling, seed=seed)
         for i in range(9)

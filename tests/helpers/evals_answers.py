@@ -4,14 +4,14 @@ from difftx.inference.generate import Completion
 
 
 class Writer:
-    """Replacement for `generate` in a module of `difftx.evals`, which answers the text of each prompt by a rule.
+    """Replacement for `generate` in `Evaluation.completions`, which answers the text of each prompt by a rule.
 
     `prompts` has the texts, and `options` the sampling and the stop strings of each call.
     """
 
-    def __init__(self, monkeypatch, module, answer):
+    def __init__(self, monkeypatch, answer):
         self.answer, self.prompts, self.options = answer, [], []
-        monkeypatch.setattr(f"difftx.evals.{module}.generate", self)
+        monkeypatch.setattr("difftx.evals.evaluation.generate", self)
 
     def __call__(self, lm, requests, sampling, *, stop=(), batch_rows=None):
         self.options.append((sampling, stop))

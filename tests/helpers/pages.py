@@ -8,7 +8,6 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 from conftest import ROOT, child_environment
 
 from helpers.command_server import commands
@@ -65,14 +64,3 @@ def run_command(
     assert ended.returncode == code, f"{line}\n{ended.stdout}{ended.stderr}"
     assert "Traceback" not in ended.stderr
     return ended.stdout if code == 0 else ended.stderr
-
-
-def contrast(first, second):
-    """Return the contrast ratio of two colours, given as red, green and blue in 0 … 255."""
-
-    def luminance(colour):
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in np.array(colour) / 255]
-        return np.dot(linear, (0.2126, 0.7152, 0.0722))
-
-    dark, bright = sorted(map(luminance, (first, second)))
-    return (bright + 0.05) / (dark + 0.05)

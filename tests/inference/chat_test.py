@@ -1,20 +1,18 @@
 """The command `difftx chat`, which compiles its programs once, whatever the user enters."""
 
 import dataclasses
-import io
 import json
-import sys
 
 import numpy as np
 import pytest
-from helpers.inference_models import TENSOR, language_model
+from helpers.inference_models import language_model
 
 from difftx.commands import generate as generate_command
-from difftx.commands.chat import _lines, converse
+from difftx.commands.chat import converse
 from difftx.data.chat_template import ChatTemplate
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
-from difftx.inference import cache, decode, load
+from difftx.inference import decode, load
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY, Sampling
 
@@ -48,17 +46,6 @@ def test_nothing_is_compiled_after_the_first_answer(config, mesh_of):
 def programs():
     """Return the number of programs that were compiled for each step of generation."""
     return [step._cache_size() for step in (decode.new_cache, decode._prefill_chunk, decode._decode_block)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sizes", [{}, TENSOR], ids=["one device", "mesh"])
-def test_a_completion_compiles_one_program_for_its_tokens(config, mesh_of, sizes):
-    """Prompt and new tokens exceed the smallest cache. Growing the cache once compiled a second program."""
-    lm = language_model(config, mesh_of(**sizes), data__sequence_length=512, train__global_batch_tokens=4096)
-    before = programs()[2]
-    (completion,) = generate(lm, [Request(prompt=[5] * 100, new_tokens=400, seed=0)], HOT)
-    assert len(completion.tokens) > cache.UNIT - 100
-    assert programs()[2] == before + 1
 
 
 @pytest.mark.long
@@ -146,9 +133,3 @@ def test_a_file_of_conversations_is_completed_as_the_template_writes_them(config
     (tmp_path / "prompts.jsonl").write_text('{"messages": "a"}')
     with pytest.raises(UserError, match="line 1: messages: not a list of at least one message"):
         generate_command.main([f"--workdir={tmp_path}", *flags])
-
-
-def test_bytes_that_are_not_text_do_not_end_the_loop(monkeypatch):
-    """A terminal or a file may use another encoding than Python expects, such as Latin-1."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\nGr\xfc\xdfe\n/quit\n"), encoding="utf-8"))
-    assert list(_lines()) == ["one", "Gr\ufffd\ufffde", "/quit"]

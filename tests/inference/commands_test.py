@@ -47,9 +47,6 @@ def test_a_prompt_and_a_file_of_prompts_on_other_meshes(config, mesh_of, tmp_pat
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "the file has no prompts"),
-        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
-        ("[1]", "line 1 is not a JSON object"),
         ('{"prompt": "a"}\n\n{"promt": "b"}', "line 3 has no field 'prompt'. Did you mean 'promt'"),
         ('{"prompt": ""}', "line 1: prompt='' must be text"),
         ('{"prompt": "a", "seed": -1}', "line 1: seed=-1 must lie in"),
@@ -69,7 +66,6 @@ def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
     [
         ([], "give --prompt=TEXT or --prompts=FILE"),
         (["--prompt=a", "--prompts=b"], "one of them"),
-        (["--prompt="], "--prompt='' is empty"),
         (["--prompts=no/such.jsonl"], "--prompts=no/such.jsonl: cannot be read"),
         (["--prompt=a", "--out=b"], "--out=b requires --prompts"),
         (["--prompt=a", "--new_tokens=0"], "--new_tokens=0 must be positive"),

@@ -245,20 +245,6 @@ def test_short_rows_are_compressed_in_small_chunks(config, text_file, tmp_path):
     assert abs(found[4]["loss_loss_8_tokens"] - found[4]["loss_loss_whole"]) > 1e-5
 
 
-@pytest.mark.long
-def test_rows_of_documents_do_not_use_the_compressed_cache(config, text_file, tmp_path):
-    """The config is that of a run that generates with a small cache after training on conversations."""
-    fields = {"data__path": text_file, "data__sequence_length": 128, "data__document_mask": "true"}
-    runs = [
-        Run.open(config(**fields, **cache), tmp_path / str(number), one_device())
-        for number, cache in enumerate([{}, {"model__cache__bits": 4, "model__cache__tokens": 64}])
-    ]
-    params = random_params(runs[0])
-    evals.check_run(runs[1], ["loss"])
-    plain, compressing = (evals.evaluate(run, params, 0, ["loss"])["loss"].numbers for run in runs)
-    assert plain == compressing
-
-
 def test_the_suite_refuses_rows_of_documents(config, text_file, tmp_path):
     fields = {"data__path": text_file, "data__document_mask": "true", "eval__cache__shares": "0.5"}
     run = Run.open(config(data__sequence_length=128, **fields), tmp_path, one_device())

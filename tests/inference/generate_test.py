@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.cases import marked
 from helpers.inference_models import TENSOR, full_logits, language_model
 
 from difftx.config.model import CacheConfig
@@ -55,13 +56,13 @@ def test_one_row_or_key_of_a_model_with_a_pattern_of_windows(config, mesh_of, pr
         assert len(completion.tokens) == 20
 
 
-@pytest.mark.parametrize("sizes", [{}, pytest.param(TENSOR, marks=pytest.mark.long), {"fsdp": 4}])
+@pytest.mark.parametrize("sizes", marked([{}, TENSOR, {"fsdp": 4}], fast=[{}]))
 def test_rows_that_have_ended_are_replaced_by_waiting_requests(config, mesh_of, monkeypatch, sizes):
     monkeypatch.setattr(cache, "UNIT", 16)  # The caches of old and of new rows differ in size.
     lm = language_model(config, mesh_of(**sizes))
     limits, batches = [40, 2, 30, 5, 17, 1, 60], []
     many = [Request(prompt=[i + 1] * (3 * i + 1), new_tokens=limit, seed=i) for i, limit in enumerate(limits)]
-    expected = [generate(lm, [request], HOT)[0] for request in many]
+    expected = generate(lm, many, HOT)  # All at a time.
     prefill = decode.prefill
 
     def counted(lm, prompts, **options):

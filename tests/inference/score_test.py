@@ -7,7 +7,6 @@ from helpers.inference_models import CONTEXT, full_logits, language_model
 from helpers.model_layers import MUP, OPTIONS
 
 from difftx.config.model import CacheConfig
-from difftx.errors import UserError
 from difftx.inference import score
 from difftx.inference.decode import model_of, padded
 from difftx.inference.score import Item, Prompt, loglikelihoods, most_likely
@@ -114,14 +113,3 @@ def test_bfloat16_does_not_round_the_factor_of_mup(config, mesh_of):
         weight_VD = np.asarray(model.embedding_VD[...], np.float64)
         actual_VD = np.asarray(model.unembedding(), np.float64)
     np.testing.assert_allclose(actual_VD, weight_VD / 3, rtol=1e-6)
-
-
-def test_invalid_items_raise(config, mesh_of):
-    lm = language_model(config, mesh_of())
-    for item, message in [
-        (Item((), (1,)), "item 0: context and continuation"),
-        (Item((1,), ()), "item 0: context and continuation"),
-        (Item((1,) * 120, (1,) * 10), "item 0 has 129 tokens"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            loglikelihoods(lm, [item], batch_rows=2)

@@ -4,18 +4,14 @@ import contextlib
 import dataclasses
 import html
 import json
-import math
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from helpers.pages import contrast
 from helpers.report_runs import tiny, write_result, write_run
 
-from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import SUITES
 from difftx.evals import run as evals
@@ -72,7 +68,6 @@ def write_everything(workdir, architecture, offset):
         file.write(json.dumps({"split": "goodput", "step": STEPS, "attempt": 1, **goodput}) + "\n")
         rewind = {"split": "rewind", "step": 3000, "attempt": 1, "reason": EVIL, "bad_steps": [3005, 3007]}
         file.write(json.dumps(rewind | {"skipped_examples": [1, 2], "rewinds": 1}) + "\n")
-        file.write('{"split": "train", "st')
     for step in (STEPS // 2, STEPS):
         write_result(workdir, "loss", step, {"loss": 2.0 + offset + 100 / step, "bits_per_byte": 0.5 + offset})
     write_result(workdir, "position", STEPS, {"nll": 1.5 + offset}, [LINES])
@@ -136,49 +131,8 @@ def check_order(page):
     assert [name for name, _ in sections] == ["verdict", "suites", "training", "provenance"]
     assert [top for _, top in sections] == sorted(top for _, top in sections)
     headline = page.locator("#verdict h2").inner_text()
-    assert headline.startswith(
-        "diff has a lower validation loss on stdlib than trans<script>window.pwned=1<script>: 2.010 and 2.510 nats"
-    )
-    # The numbers of the suite `loss` are only in the verdict, and no number of a suite is in two tables.
-    assert page.locator("[id=suite-loss]").count() == 0
-    names = page.locator("#suites > section").evaluate_all(
-        "all => all.flatMap(s => [...s.querySelectorAll(':scope > .wide tbody th')].map(e => `${s.id} ${e.innerText}`))"
-    )
-    assert len(names) == len(set(names)) > 4
-
-
-def check_samples(page):
-    """Check that the completions of a prompt are side by side below it, as text."""
-    boxes = [box.bounding_box() for box in page.locator(".samples > div").all()]
-    assert [box["y"] for box in boxes] == [boxes[0]["y"]] * 2
-    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
-    texts = page.locator(".samples pre").all_inner_texts()
-    assert texts == [f"</pre>{EVIL} of {architecture}" for architecture in ("transformer", "diff")]
-    assert page.locator("pre.prompt").all_inner_texts() == [EVIL]
-
-
-def check_width(page, width):
-    """Check that nothing scrolls the page sideways, and that only tables scroll by themselves."""
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.locator("article:visible .figure").first.bounding_box()["width"] <= width
-    wide = page.locator("section :is(p, h2, h3, h4, pre, .panels, .samples, .wide):visible")
-    assert max(wide.evaluate_all("all => all.map(e => e.getBoundingClientRect().right)")) <= width
-
-
-def check_contrast(page):
-    """Check that texts have a contrast of at least 4.5 (WCAG 2.2, AA) with their background, by computed colours."""
-    colours = page.evaluate(
-        """() => [...document.querySelectorAll('p,h1,h2,h3,th,td,a,pre,legend,label,button,.unit,.word')].map(e => {
-            let ground = e;
-            const solid = e => !/(, 0\\)|transparent)$/.test(getComputedStyle(e).backgroundColor);
-            while (ground.parentElement && !solid(ground)) ground = ground.parentElement;
-            return [e.className || e.tagName, getComputedStyle(e).color, getComputedStyle(ground).backgroundColor];
-        })"""
-    )
-    shown = {(name, *(tuple(map(float, re.findall(r"[\d.]+", c)))[:3] for c in pair)) for name, *pair in colours}
-    assert {"better", "worse", "unit", "note"} <= {name for name, *_ in shown}
-    low = [(name, text, ground) for name, text, ground in shown if contrast(text, ground) < 4.5]
-    assert low == []
+    assert headline.startswith("diff has a lower validation loss on stdlib than trans<script>window.pwned=1<script>: ")
+    assert page.locator("[id=suite-loss]").count() == 0  # The numbers of the suite `loss` are only in the verdict.
 
 
 PAIR = ["trans<script>window.pwned=1<script>", "diff"]
@@ -210,7 +164,6 @@ def test_figures_have_tooltips_and_no_text_of_a_file_becomes_code(report, tmp_pa
         assert figure.locator("svg .series-3").first.is_visible()
 
         check_order(page)
-        check_samples(page)
         needle = page.locator("article", has_text="Needles found").first.locator(".figure")
         needle.scroll_into_view_if_needed()
         needle.hover(position={"x": 130, "y": 60})
@@ -259,31 +212,6 @@ def test_figures_and_tables_can_be_chosen_with_a_keyboard(report, tmp_path):
 
 
 @pytest.mark.long
-def test_the_page_fits_a_phone_and_is_readable_in_dark_mode(report, tmp_path):
-    phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "color_scheme": "dark"}
-    with browser(report, tmp_path, **phone) as (page, messages, _):
-        check_width(page, 390)
-        page.set_viewport_size({"width": 360, "height": 740})
-        check_width(page, 360)
-        check_contrast(page)
-        figure = page.locator("article:visible .figure").first
-        names = page.locator("article:visible .legend button")
-        assert max(names.evaluate_all("all => all.map(name => name.getBoundingClientRect().right)")) <= 360
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
-        # The texts of the figure are bright, and large enough to read.
-        fill, height = figure.locator("svg text").first.evaluate(
-            "text => [getComputedStyle(text).fill, text.getBoundingClientRect().height]"
-        )
-        assert fill == "rgb(232, 232, 234)"
-        assert height > 8
-        figure.scroll_into_view_if_needed()
-        box = figure.bounding_box()
-        page.touchscreen.tap(box["x"] + 150, box["y"] + 100)
-        assert any(value.startswith("diff") for value in tooltip(page))
-        assert [text for kind, text in messages if kind == "error"] == []
-
-
-@pytest.mark.long
 def test_the_page_is_small_self_contained_and_complete(report):
     text = report.read_text()
     assert len(text.encode()) < 800_000
@@ -292,7 +220,6 @@ def test_the_page_is_small_self_contained_and_complete(report):
         assert code not in text
     ids = re.findall(r' id="([^"]*)"', text)
     assert len(ids) == len(set(ids))  # The clip paths of one figure do not apply to another.
-    assert "diff: 1 lines of metrics.jsonl could not be read" in text
     assert "model.architecture" in text  # Differs between the configs.
     assert '<td class="better" colspan="1">−0.500 (−33.33%) <span class="word">better</span></td>' in text
     assert '<td class="worse" colspan="1">+0.500 (+20.00%) <span class="word">worse</span></td>' in text
@@ -312,12 +239,11 @@ def test_a_run_of_one_step_without_evaluations_has_a_page(tmp_path):
 
 
 @pytest.mark.usefixtures("without_figures")
-@pytest.mark.parametrize("program", ["train.py", "/venv/bin/difftx train", "/src/difftx/__main__.py train"])
-def test_provenance_has_the_commands_the_kernel_and_the_first_weights(tmp_path, program):
+def test_provenance_has_the_commands_the_kernel_and_the_first_weights(tmp_path):
     run, out = write_run(tmp_path / "run", tiny("diff", train__steps=1)), tmp_path / "page.html"
     manifest = json.loads((run / "manifest.json").read_text())
     manifest |= {"attention_kernel": "pallas_gpu", "source_weights": "0ab1/300"}
-    manifest["command"] = f"{program} --config='a b.py' --workdir=x"
+    manifest["command"] = "difftx train --config='a b.py' --workdir=x"
     (run / "manifest.json").write_text(json.dumps(manifest))
     write_result(run, "position", 1, {"loss": 1.0})
     text = write_page([run], out).read_text()
@@ -364,27 +290,6 @@ def test_the_table_of_two_runs_has_the_difference_of_the_verdict(tmp_path):
     # The head norm is a part of the method, and not an inequality of the comparison.
     assert found["head norm"][-2:] == ["none", "rms_affine"]
     assert "unequal" not in text
-
-
-@pytest.mark.usefixtures("without_figures")
-def test_all_losses_in_the_table_are_of_the_last_validation(tmp_path):
-    """The perplexity of the loss 720 is infinite. The validation of step 3 had a finite one, 2."""
-    runs = [write_run(tmp_path / name, tiny(name, train__steps=6)) for name in ("transformer", "diff")]
-    write_result(runs[1], "loss", 6, {"loss": 720.0, "perplexity": math.inf, "bits_per_byte": 260.0})
-    text = write_page(runs, tmp_path / "report.html").read_text()
-    _, rows = numbers_of(text)
-    assert next(row[-2:] for row in rows if row[:1] == ["validation"]) == ["1.2", "720.0"]
-    assert ["perplexity", "2", "–"] in rows
-
-
-@pytest.mark.usefixtures("without_figures")
-def test_a_suite_gives_the_units_and_directions_of_its_numbers(tmp_path):
-    runs = [write_run(tmp_path / name, tiny(name, train__steps=6)) for name in ("diff", "transformer")]
-    for run, factor in zip(runs, (1.25, 1), strict=True):
-        write_result(run, "own", 6, {"loss_of_detail": Number(factor, "metres", "higher"), "accuracy": factor / 2})
-    text = write_page(runs, tmp_path / "report.html").read_text()
-    assert 'loss of detail <span class="unit">metres</span>' in text
-    assert '+0.250 (+25.00%) <span class="word">better</span>' in text
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -435,31 +340,11 @@ def test_results_with_other_settings_are_named_and_have_no_difference(tmp_path, 
     assert cells == ["0.5000", "0.2500", "0.7500", Cell("−0.250", "worse"), "–"]
 
 
-def test_results_of_another_revision_of_a_suite_are_not_compared(tmp_path, monkeypatch):
-    config = tiny("diff", train__steps=3, data__path="synthetic:copy", data__synthetic__vocab_size=130)
-    for name, revision in (("a", 0), ("b", 1), ("c", 1)):
-        suite = Suite(evaluate=lambda _: Result(numbers={"accuracy": 0.5}), revision=revision)
-        monkeypatch.setattr("difftx.evals.run.SUITES", Registry("suite", {"icl": suite}))
-        evals.evaluate(Run.open(config, write_run(tmp_path / name, config)), None, 3, ["icl"])
-
-    (note,) = option_notes(read_runs([tmp_path / "a", tmp_path / "b"]))
-    assert note.startswith("a and b differ in revision: 0 and 1, so ")
-    assert option_notes(read_runs([tmp_path / "b", tmp_path / "c"])) == []
-
-
 SUITE_FILES = {  # Suite → fields of its files in a folder. The one with "w" is written.
     "needle": {"eval.needle.haystack": "{}/w.txt"},
     "icl": {
         "eval.icl.tasks": '({{"name": "a", "train": "{0}/w.jsonl", "test": "{0}/x.jsonl", "text": "t", "label": "l", '
         '"text_word": "T", "label_word": "L"}},)'
-    },
-    "hallucination": {
-        "eval.hallucination.sets": '({{"name": "a", "path": "{}/w.jsonl", "kind": "summarisation", "document": "d", '
-        '"question": None, "answers": "a", "new_tokens": 3}},)'
-    },
-    "math": {
-        "eval.math.tasks": '({{"name": "a", "format": "gsm8k", "train": "{0}/w.jsonl", "test": "{0}/x.jsonl", '
-        '"train_format": None}},)'
     },
     "test": {"eval.test.path": "{}/w"},
     "harness": {"eval.harness.data_path": "{}", "eval.harness.tasks": "w"},
@@ -499,34 +384,22 @@ def test_mistakes_are_named_and_no_page_is_written(tmp_path):
         write_page([tmp_path / "none"], tmp_path / "report.html")
     with pytest.raises(UserError, match="a run is named twice"):
         write_page([run, Path(f"{run}/")], tmp_path / "report.html")
-    (run / "evals" / "loss").mkdir(parents=True)
-    (run / "evals" / "loss" / "3.json").write_text('{"numbers": []}')
-    with pytest.raises(UserError, match=r"3\.json: not the result of a suite"):
-        write_page([run], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
 
-def test_control_characters_are_escaped(tmp_path, capsys):
-    """Control characters are escaped in folder names, results, samples, charts and reasons of rewinds.
-
-    Unpaired surrogates cannot even be encoded.
-    """
+@pytest.mark.usefixtures("without_figures")
+def test_control_characters_are_escaped(tmp_path):
+    """Control characters are escaped in folder names, samples and reasons of rewinds."""
     hostile = "x\x1b]0;t\x07 \x9b31m \u202e \ud800"
-    config = load_config(f"{ROOT}/configs/quickstart.py:diff", {"train.steps": "60"})
-    run = write_run(tmp_path / "run\x1b[31m\u202e", config)
+    run = write_run(tmp_path / "run\x1b[31m\u202e", tiny("diff", train__steps=3))
     with (run / "metrics.jsonl").open("a") as file:
-        file.write("no metrics\n")
         stop = {"split": "stop", "step": 2, "attempt": 1, "reason": hostile, "bad_steps": [1, 2]}
         file.write(json.dumps(stop) + "\n")
-    labels = dict.fromkeys(("title", "x_label", "y_label"), hostile)
-    samples = [{"prompt": hostile, "completion": hostile}]
-    charts = [LINES | labels | {"series": [{"name": hostile, "x": [1, 2], "y": [1, 2]}]}]
-    write_result(run, "sample", 3, {hostile: 1.0}, charts, {"samples": samples})
+    write_result(run, "sample", 3, {}, details={"samples": [{"prompt": hostile, "completion": hostile}]})
     page = write_page([run], tmp_path / "page.html").read_text()
     assert not UNPRINTABLE.search(page)
-    assert r"x\x1b]0;t\x07 \x9b31m \u202e \ud800" in page
+    assert page.count(r"x\x1b]0;t\x07 \x9b31m \u202e \ud800") == 3
     assert r"run\x1b[31m\u202e" in page
-    assert r"run\x1b[31m\u202e/metrics.jsonl: skipped 1 lines" in capsys.readouterr().out
 
 
 def test_thinning_keeps_spikes_and_ends():

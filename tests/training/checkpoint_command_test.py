@@ -1,8 +1,5 @@
 """python -m difftx checkpoint ls|verify|diff|prune on real checkpoints."""
 
-import os
-import time
-
 import jax.numpy as jnp
 import pytest
 from conftest import replace
@@ -40,11 +37,9 @@ def test_ls_shows_each_checkpoint_and_its_state(workdir, capsys):
     (workdir / "checkpoints" / "20" / "manifest.json").unlink()
     for name in ("40/quarantined-ab.json", "50[red]\x1b]0;title\x07/quarantined-cd.json"):  # Not a name of difftx.
         put(workdir / "checkpoints" / name, b"")
-    os.utime(workdir / "checkpoints" / "10" / "manifest.json", (time.time() + 7200,) * 2)  # The clock has stepped back.
     assert run("ls", "--workdir", workdir) == 0
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     states = {row[0]: row[-1] for row in rows if row}
-    assert {row[0]: row[2] for row in rows if row}["10"] == "0:00:00"
     assert states == {
         "10": "sizes match",
         "20": "no manifest.json",

@@ -20,7 +20,6 @@ from difftx.json_files import JsonLines, json_sha256
 from difftx.parallel.multihost import print_on_primary
 from difftx.progress import Work
 
-MAX_EXAMINED_CHARACTERS = 2**14  # A verdict is sought in so many characters at the end of a reply.
 MAX_WHY_CHARACTERS = 300  # Maximum length of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
     "summarisation": """\
@@ -112,14 +111,15 @@ class JudgeModel:
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
         assert settings.judge_model is not None
-        self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
+        self._model, self._temperature = settings.judge_model, settings.judge_temperature
+        self._concurrency = config.concurrency
         self._base_url = config.base_url.rstrip("/")  # With and without a slash, it is the same endpoint.
         # `label` ends the names of the numbers that depend on the judge. Tables and charts show `name`.
         self.label = "judge_" + re.sub(r"[^a-z0-9]+", "_", self._model.lower()).strip("_")
         self.name = f"judge: {self._model}"
         self._endpoint, self._file = ChatEndpoint(config), JsonLines(path)
         self._lock = threading.Lock()
-        self._spent = collections.Counter(replies=0, tokens_in=0, tokens_out=0, replies_without_usage=0)
+        self._spent = collections.Counter(replies=0, tokens_in=0, tokens_out=0)
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
         """Return the verdicts. Cases without a verdict of this endpoint in the file are sent to it concurrently."""
@@ -135,16 +135,11 @@ class JudgeModel:
         finally:
             spent = self._spent - before
             bill = f"{spent['replies']} replies, {spent['tokens_in']:,} tokens in, {spent['tokens_out']:,} out"
-            if spent["replies_without_usage"]:
-                bill += f", {spent['replies_without_usage']} replies do not say how many"
-            if (cost := self._cost(spent)) is not None:
-                bill += f", {cost:.4f} USD"
             print_on_primary(f"{what}, {self.name}: {len(cases)} verdicts, {len(left)} of them to be asked: {bill}")
         return [known[key] for key in keys]
 
     def details(self) -> dict[str, Any]:
-        asked = {"model": self._model, "base_url": self._config.base_url}
-        return asked | self._spent | {"cost_usd": self._cost(self._spent)}
+        return {"model": self._model, "base_url": self._base_url, **self._spent}
 
     def _body(self, case: Case) -> dict[str, Any]:
         # A single `format` call, since the inserted texts may contain braces.
@@ -160,7 +155,7 @@ class JudgeModel:
     def _ask_all(self, left: dict[str, dict[str, Any]], what: str, work: Work) -> dict[str, Verdict]:
         found = {}
         with (
-            concurrent.futures.ThreadPoolExecutor(self._config.concurrency) as pool,
+            concurrent.futures.ThreadPoolExecutor(self._concurrency) as pool,
             work.task(what, len(left)) as advance,
         ):
             futures = {pool.submit(self._ask, key, body): key for key, body in left.items()}
@@ -177,38 +172,28 @@ class JudgeModel:
         return found
 
     def _ask(self, key: str, body: dict[str, Any]) -> Verdict:
-        def read(reply: str, tokens_in: int | None, tokens_out: int | None) -> Verdict:
+        def read(reply: str, tokens_in: int, tokens_out: int) -> Verdict:
             text = self._endpoint.masked(reply)
             verdict = read_verdict(text)
             row = {"key": key, "model": self._model, "base_url": self._base_url, "reply": text}
             row |= dict(zip(Verdict._fields, verdict or (None, None), strict=True))
             self._file.append([row | {"tokens_in": tokens_in, "tokens_out": tokens_out}])
             with self._lock:
-                self._spent.update(replies=1, tokens_in=tokens_in or 0, tokens_out=tokens_out or 0)
-                self._spent["replies_without_usage"] += tokens_in is None
+                self._spent.update(replies=1, tokens_in=tokens_in, tokens_out=tokens_out)
             if verdict is None:
                 raise AttemptError(f"the reply is not a verdict: {self._endpoint.brief(text)!r}", 0.0)
             return verdict
 
         return self._endpoint.ask(body, read)
 
-    def _cost(self, spent: collections.Counter[str]) -> float | None:
-        price_in, price_out = self._config.usd_per_million_tokens_in, self._config.usd_per_million_tokens_out
-        if price_in is None or price_out is None:
-            return None
-        return (spent["tokens_in"] * price_in + spent["tokens_out"] * price_out) / 1e6
-
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the last verdict in a reply, which may contain other text, or None if there is none.
-
-    The time can grow with the square of the examined characters, as in a reply of opening braces.
-    """
-    decoder, text = json.JSONDecoder(), text[-MAX_EXAMINED_CHARACTERS:]
+    """Return the last verdict in a reply, which may contain other text, or None if there is none."""
+    decoder = json.JSONDecoder()
     for start in reversed([match.start() for match in re.finditer("{", text)]):
         try:
             value, _ = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
         if isinstance(value, dict) and isinstance(value.get("accurate"), bool):
             return Verdict(value["accurate"], str(value.get("why", ""))[:MAX_WHY_CHARACTERS])

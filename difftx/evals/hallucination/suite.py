@@ -15,7 +15,7 @@ from difftx.evals.hallucination import overlap
 from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge
 from difftx.evals.result import Heatmap, LineChart, Number, Result
 from difftx.evals.suite import Suite
-from difftx.inference.generate import REQUESTS_PER_ROW, Request, generate
+from difftx.inference.generate import Request
 from difftx.inference.sampling import GREEDY
 from difftx.json_files import schema_error
 from difftx.parallel.multihost import decide_on_primary
@@ -81,7 +81,6 @@ class HallucinationSet:
         self._config = config
         self._tokenizer = run.tokenizer
         self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
-        self._refuse_long = settings.long_documents == "refuse"
         field = f"eval.hallucination.sets, {config.name}.path"
         records = read_records(path_of(field, config.path), field=field, what="documents")
         samples = [self._sample(f"{self.name}/{number}", record) for number, record in enumerate(records)]
@@ -114,13 +113,7 @@ class HallucinationSet:
                 f"{item.name}: question, instruction and new_tokens={self.new_tokens} leave {max(room, 0)} tokens of "
                 f"data.sequence_length={self._window} for the document; they must leave {MIN_DOCUMENT_TOKENS}"
             )
-        is_long = len(tokens) > room
-        if is_long and self._refuse_long:
-            raise UserError(
-                f"{item.name}: the document has {len(tokens)} tokens, and data.sequence_length={self._window} leaves "
-                f"{room} for it; leave it out, or set eval.hallucination.long_documents=cut_middle"
-            )
-        if is_long:
+        if is_long := len(tokens) > room:
             tokens = tokens[: room - room // 2] + tokens[-(room // 2) :]
             document = self._tokenizer.decode(tokens)
         return dataclasses.replace(item, tokens=(*before, *tokens, *after), document=document, cut=is_long)
@@ -170,17 +163,15 @@ def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
 
 def _entries(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet) -> dict[str, Entry]:
     """Return answers with verdicts by item. Empty answers count as inaccurate and are not sent to the judge."""
-    rows, stop = evaluation.run.microbatch_rows, (FORMS[data_set.kind].stop,)
 
-    def answer(items: Sequence[HallucinationItem]) -> list[Entry]:
-        requests = [Request(prompt=item.tokens, new_tokens=data_set.new_tokens, seed=0) for item in items]
-        completions = generate(evaluation.lm, requests, GREEDY, stop=stop, batch_rows=rows)
-        return [
-            {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
-        ]
+    def request_of(item: HallucinationItem) -> Request:
+        return Request(prompt=item.tokens, new_tokens=data_set.new_tokens, seed=0)
 
-    what, batch_items = f"answers to {data_set.name}", rows * REQUESTS_PER_ROW
-    answers = list(evaluation.answers(data_set.items, answer, what=what, batch_items=batch_items))
+    stop, what = (FORMS[data_set.kind].stop,), f"answers to {data_set.name}"
+    answers = [
+        (item, {"answer": done["text"].strip(), "tokens": done["tokens"], "ended_by": done["ended_by"]})
+        for item, done in evaluation.completions(data_set.items, request_of, GREEDY, stop=stop, what=what)
+    ]
     cases = [
         Case(data_set.kind, item.document, item.question, item.references, given["answer"])
         for item, given in answers

@@ -46,10 +46,6 @@ class HarnessModel(TemplateLM):
         tokenizer = self._evaluation.lm.tokenizer
         return tokenizer.encode_ordinary(string) if add_special_tokens is False else tokenizer.encode_prompt(string)
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Call the base class's method, by default without a progress bar."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Score]:
         # The last token of a continuation is only a target, so it needs no position in the context.
         pairs = [

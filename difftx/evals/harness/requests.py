@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from difftx.evals.evaluation import Evaluation
-from difftx.inference.generate import REQUESTS_PER_ROW, Request, generate
+from difftx.inference.generate import Request
 from difftx.inference.sampling import Sampling
 from difftx.inference.score import Item, Score, loglikelihoods
 
@@ -44,13 +44,8 @@ def complete_all(evaluation: Evaluation, requests: Sequence[GenerationRequest], 
     groups: dict[tuple[Sampling, tuple[str, ...]], list[GenerationRequest]] = {}
     for item in dict.fromkeys(requests):
         groups.setdefault((item.sampling, item.stop), []).append(item)
-    rows = evaluation.run.microbatch_rows
     for (sampling, stop), items in groups.items():
-
-        def answer(batch: Sequence[GenerationRequest], sampling=sampling, stop=stop) -> list[str]:
-            completions = generate(evaluation.lm, batch, sampling, stop=stop, batch_rows=rows)
-            return [completion.text for completion in completions]
-
         items.sort(key=lambda item: -len(item.prompt))  # Longest first, as in `score_all`.
-        texts |= evaluation.answers(items, answer, what=what, batch_items=rows * REQUESTS_PER_ROW)
+        done = evaluation.completions(items, lambda item: item, sampling, stop=stop, what=what)
+        texts |= {item: answer["text"] for item, answer in done}
     return [texts[item] for item in requests]

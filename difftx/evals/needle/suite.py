@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompts
 from difftx.evals.result import Heatmap, Number, Result
 from difftx.evals.suite import Suite
-from difftx.inference.generate import Request, generate
+from difftx.inference.generate import Request
 from difftx.inference.sampling import GREEDY
 
 
@@ -19,16 +18,13 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Ask for magic numbers and generate answers greedily. Accuracy is the share of numbers that an answer contains."""
     settings, prompts = evaluation.run.config.eval.needle, NeedlePrompts(evaluation.run)
 
-    def answer(items: Sequence[NeedleItem]) -> list[dict[str, Any]]:
-        made = [prompts.prompt(item) for item in items]
-        requests = [Request(prompt=prompt.tokens, new_tokens=settings.new_tokens, seed=0) for prompt in made]
-        completions = generate(evaluation.lm, requests, GREEDY)
-        return [
-            {"numbers": list(prompt.numbers), "answer": completion.text}
-            for prompt, completion in zip(made, completions, strict=True)
-        ]
+    def request_of(item: NeedleItem) -> Request:
+        return Request(prompt=prompts.prompt(item).tokens, new_tokens=settings.new_tokens, seed=0)
 
-    answers = list(evaluation.answers(prompts.items, answer, what="needles"))
+    answers = [
+        (item, {"numbers": list(prompts.prompt(item).numbers), "answer": done["text"]})
+        for item, done in evaluation.completions(prompts.items, request_of, GREEDY, what="needles")
+    ]
     shape = len(prompts.lengths), len(prompts.cases), len(prompts.depths), settings.samples
     accuracy_LCD, lwm_accuracy_LCD = (
         np.reshape([rule(given["answer"], given["numbers"]) for _, given in answers], shape).mean(axis=-1)
