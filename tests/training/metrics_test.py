@@ -29,7 +29,8 @@ SPEED = {"tokens": 256, "tokens_per_second": 1e3, "step_seconds": 0.25}
 def write_steps(workdir, start, stop, config=QUIET):
     writer = MetricsWriter(workdir, config, start)
     for step in range(start + 1, stop + 1):
-        writer.write("train", step, SPEED | {"loss": 1 / step, "lambda": [0.2, 0.3]})
+        lists = {"lambda": [0.2, 0.3], "largest_logits": [[[0.1, 0.2]], [[0.4, 0.5]]]}
+        writer.write("train", step, SPEED | {"loss": 1 / step, **lists})
     writer.close()
     return writer
 
@@ -86,7 +87,7 @@ def test_non_finite_values_are_written_as_null(tmp_path):
 def test_invalid_lines_are_counted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     row = SPEED | {"split": "train", "step": 1, "attempt": 1, "loss": 2.5}
-    strange = [row | {"loss": "2.5"}, row | {"step": -1}, row | {"lambda": [[1]]}, row | {"tokens": 10**400}]
+    strange = [row | {"loss": "2.5"}, row | {"step": -1}, row | {"lambda": [["1"]]}, row | {"tokens": 10**400}]
     no_loss = {name: value for name, value in row.items() if name != "loss"}
     lines = ["not json", "[1]", '{"step": 3}', "\x00", *map(json.dumps, [*strange, no_loss])]
     valid = [row, row | {"loss": None}]  # A loss of null stands for one that was not finite.
@@ -107,6 +108,7 @@ def test_tensorboard_hides_the_overlap(tmp_path):
     assert 4 in restarts  # TensorBoard drops its earlier points from this step on.
     assert (2, "train/loss", 0.5) in values
     assert (1, "train/lambda/02", 0.3) in values
+    assert (1, "train/largest_logits/02/01/02", 0.5) in values
 
 
 def test_error_if_wandb_is_not_installed(config, monkeypatch):
