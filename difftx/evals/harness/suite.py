@@ -66,7 +66,7 @@ def load_tasks(settings: HarnessConfig, tokenizer: Tokenizer) -> tuple[Any, dict
         manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=True)
     tasks = {}
     for name in settings.tasks:
-        block = ruler.prompts(name, tokenizer, settings) if ruler.is_task(name) else contextlib.nullcontext(manager)
+        block = ruler.prompts(tokenizer, settings) if ruler.is_task(name) else contextlib.nullcontext(manager)
         with block as manager_of_task:
             if name not in (names := manager_of_task.all_tasks):
                 # `did_you_mean` would list all of the thousands of names if none is close.
@@ -98,11 +98,9 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             f"eval.harness.tasks: the data of {name!r} cannot be downloaded from the Hugging Face hub ({error}); "
             "remove the task, or read its data from files with eval.harness.data_path"
         ) from error
-    for task_name, task in loaded["tasks"].items():
+    for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise UserError(f"eval.harness.tasks: {name!r} runs code of the model or needs images; remove the task")
-        if ruler.is_task(name):
-            ruler.check_filled(task_name, task)
     groups = loaded["groups"]
     return {name: groups[name]} if name in groups else loaded["tasks"]
 
