@@ -170,15 +170,14 @@ def _source(name: str, settings: HarnessConfig, length: int, tokens_of: Callable
         return Source(common_words, len(cwe_utils.WORDS) - CWE_WORDS)
     if name == "ruler_fwe":
         return Source(frequent_words, length)
-    # An example has up to 500 tokens in lm-eval.
-    sizes = range(length)
+    # An example has up to 500 tokens in lm-eval, with the 30 to generate.
     room = min(500 - 30, length // 3)
-    size = bisect.bisect_left(sizes, True, key=lambda size: tokens_of(solved(size)) > room)
-    example = solved(max(0, size - 1)).text
+    size = bisect.bisect_left(range(room), True, key=lambda size: tokens_of(solved(size)) > room)
+    example = solved(size - 1).text if size else ""
 
     def traced(_: int, size: int) -> Prompt:
         prompt = variables(size)
-        return prompt._replace(text=vt_utils.randomize_icl(example) + prompt.text)
+        return prompt._replace(text=vt_utils.randomize_icl(example) + prompt.text) if example else prompt
 
     return Source(traced, length)
 
