@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from difftx.config import Config
+from difftx.config import Config, ModelConfig
 from difftx.errors import UserError
 from difftx.model.architectures import ARCHITECTURES, heads_of
 
@@ -25,15 +25,14 @@ def check_qk_clip(config: Config) -> None:
         )
 
 
-def clipped(config: Config, params: Any, largest_LHG: jax.Array) -> Any:
-    """Return the parameters after an update, with scaled weights of the sub-heads whose logits exceeded τ.
+def clipped(model: ModelConfig, params: Any, largest_LHG: jax.Array, limit: float) -> Any:
+    """Return the parameters after an update, with scaled weights of the sub-heads whose logits exceeded τ = `limit`.
 
     `largest_LHG` are the largest logits m before the update. The logits of a sub-head are multiplied by γ = min(1, τ /
     m). Its query weight and its key weight (and their biases) are multiplied by √γ each. If several query heads share a
     key, the key's factor is the largest √γ among them, and each query head gets the rest of its γ. So heads with
     logits below τ do not change, not even by rounding.
     """
-    limit, model = config.optimizer.qk_clip, config.model
     L, H, G = largest_LHG.shape
     factor_LHG = jnp.where(largest_LHG > limit, limit / largest_LHG, 1.0)
     factor_LKRG = factor_LHG.reshape(L, -1, H // heads_of(model).kv_heads, G)

@@ -123,7 +123,8 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
 
     def step(state: TrainState, batch: Batch, teacher_params: Any = None) -> tuple[TrainState, Metrics]:
         params, (before, frozen) = _cast_layers(config, state.params), split(config, state.params)
-        watch = config.optimizer.qk_clip is not None or config.logging.watches(state.step + 1)
+        limit = config.optimizer.qk_clip
+        watch = limit is not None or config.logging.watches(state.step + 1)
         if config.train.accumulation == 1:
             sums, stats, grads = sums_and_grad(params, batch, teacher_params, watch)
         else:
@@ -145,8 +146,8 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, before)
             params, ema = optax.apply_updates(before, updates), None
-            if config.optimizer.qk_clip is not None:
-                params = clipped(config, params, stats[LARGEST_LOGITS])
+            if limit is not None:
+                params = clipped(config.model, params, stats[LARGEST_LOGITS], limit)
             if (decay := config.train.ema_decay) is not None:
                 ema = updated_average(state.ema, join(params, frozen), decay, updates_made(opt_state))
             params, opt_state, ema = jax.tree.map(
@@ -161,8 +162,8 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
             "skipped": 1 - finite.astype(jnp.int32),
             **stats,
         }
-        if config.optimizer.qk_clip is not None:
-            metrics["clipped_heads"] = jnp.sum(stats[LARGEST_LOGITS] > config.optimizer.qk_clip)
+        if limit is not None:
+            metrics["clipped_heads"] = jnp.sum(stats[LARGEST_LOGITS] > limit)
         if config.train.z_loss:
             metrics["z_loss"] = z_loss / tokens
         if kl:

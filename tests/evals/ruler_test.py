@@ -218,7 +218,9 @@ def test_a_model_answers(folder, tmp_path, monkeypatch):
 
     request_of = HarnessModel._generation_request
     monkeypatch.setattr(HarnessModel, "_generation_request", recorded)
-    (folder / "text.txt").write_text((folder / "paul_graham_essays.txt").read_text().replace("slowly. ", "slowly.\n"))
+    (folder / "text.txt").write_text(
+        (folder / "paul_graham_essays.txt").read_text().replace("slowly. ", "slowly.\n") * 2
+    )
     changes = {"tasks": "ruler", "ruler_lengths": (LENGTH,), "ruler_path": folder}
     fields = {f"eval.harness.{name}": value for name, value in changes.items()}
     fields |= {"data.tokenizer": folder / "tokenizer", "model.vocab_size": 12_000}
