@@ -239,7 +239,7 @@ format: .venv/.installed-lint
 
 # Half a gigabyte. If the extra cannot be installed, its tests are skipped and reported as such.
 .venv/.installed-eval: .venv/.installed pyproject.toml
-	$(BIN)/python $(PIP_INSTALL) $(call extra,eval) && touch $@ || echo "the extra eval cannot be installed" >&2
+	$(BIN)/python $(PIP_INSTALL) $(call extra,eval) $(call extra,ruler) && touch $@ || echo "the extra eval cannot be installed" >&2
 
 # transformers is for tests of tokenizers, which do not need torch: 13 MB to download.
 .venv/.installed-tokenizers: .venv/.installed pyproject.toml

@@ -12,6 +12,13 @@ interrupted study resumes where it stopped. The script prints the best rate of e
     python studies/results.py collect --study=question-5 runs/study/differential/reported-novels-*
     python studies/results.py collect --study=question-5-tuning runs/study/differential/rate-novels-*
 
+With --distill, the arms train on five other seeds, without and with their Transformer as the teacher
+(studies/distillation_preregistration.md):
+
+    python studies/differential_study.py --out=runs/study/distillation --task=novels --distill [--jobs=2]
+    python studies/results.py collect --study=distillation runs/study/distillation/reported-novels-* \\
+        runs/study/distillation/distilled-reported-novels-*
+
 For the exploratory study, the names are differential-start, differential and differential-rates, with the folders of
 its three tasks.
 """
@@ -39,6 +46,7 @@ from studies.tuning import (
 )
 
 CONFIG = "configs/toy_continued.py"
+DISTILLATION_SEEDS = tuple(range(60, 65))
 NEW_DATA_SEED_OFFSET = 100  # Added to a Transformer's seed, so that the continued training reads other data.
 
 
@@ -62,16 +70,20 @@ def main(arguments: Sequence[str]) -> int:
     """Train all arms of the tasks; return the exit code."""
     parser = study_parser(__doc__)
     parser.add_argument("--task", choices=TASKS, action="append", help="may be repeated; all by default")
+    parser.add_argument("--distill", action="store_true", help="train each arm without and with its teacher")
     args = parser.parse_args(arguments)
-    tasks = args.task or [*TASKS]
-    starts = [(task, seed) for task in tasks for seed in (TASKS[task].tuned_seed, *TASKS[task].reported_seeds)]
-    arms = [(task, arm) for task in tasks for arm in ARMS]
+    tasks = {task: TASKS[task] for task in args.task or TASKS}
+    if args.distill:
+        tasks = {name: task._replace(reported_seeds=DISTILLATION_SEEDS) for name, task in tasks.items()}
+    starts = [(name, seed) for name, task in tasks.items() for seed in (task.tuned_seed, *task.reported_seeds)]
+    arms = [(name, task, arm, taught) for name, task in tasks.items() for arm in ARMS for taught in (False, True)]
+    arms = [arm for arm in arms if args.distill or not arm[3]]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         # The list waits for all Transformers, whose weights the arms start from, and raises the errors of failed runs.
         list(pool.map(lambda start: train_transformer(args.out, *start), starts))
         best_rates = pool.map(lambda arm: train_arm(args.out, *arm), arms)
-        for (task, arm), rate in zip(arms, best_rates, strict=True):
-            print(f"{task}, {arm}: rate {rate:g}", flush=True)
+        for (name, _, arm, taught), rate in zip(arms, best_rates, strict=True):
+            print(f"{name}, {arm}{', distilled' if taught else ''}: rate {rate:g}", flush=True)
     return 0
 
 
@@ -107,20 +119,24 @@ def start_of(out: Path, task: str, arm: str, seed: int) -> Path:
     return out / f"start-{task}-{seed}" / (name if arm == "transformer" else arm)
 
 
-def train_arm(out: Path, task: str, arm: str) -> float:
-    """Tune an arm's learning rate, train the reported seeds, and return the rate."""
-    rates, tuned_seed, reported_seeds = TASKS[task]
+def train_arm(out: Path, name: str, task: Task, arm: str, taught: bool) -> float:
+    """Tune an arm's learning rate, train the reported seeds, and return the rate.
+
+    If the arm is `taught`, its teacher is the Transformer from which it starts.
+    """
+    prefix = "distilled-" if taught else ""
 
     def train(folder: str, seed: int, rate: float) -> float:
         """Return the validation loss of a run."""
-        grid = [f"task={task}", f"arm={arm}", f"train.seed={seed}", f"optimizer.learning_rate={rate:g}"]
-        start = start_of(out, task, arm, seed).resolve()
+        grid = [f"task={name}", f"arm={arm}", f"train.seed={seed}", f"optimizer.learning_rate={rate:g}"]
+        start, teacher = (start_of(out, name, of, seed).resolve() for of in (arm, "transformer"))
         flags = [f"--config.checkpoint.init_from={start}", f"--config.data.seed={seed + NEW_DATA_SEED_OFFSET}"]
-        return sweep(out / folder, CONFIG, grid, flags)
+        flags += [f"--config.train.teacher={teacher}"] if taught else []
+        return sweep(out / f"{prefix}{folder}", CONFIG, grid, flags)
 
-    best = best_rate(rates, lambda rate: train(f"rate-{task}-{arm}-{rate:g}", tuned_seed, rate))
-    for seed in reported_seeds:
-        train(f"reported-{task}-{arm}-{seed}", seed, best)
+    best = best_rate(task.first_rates, lambda rate: train(f"rate-{name}-{arm}-{rate:g}", task.tuned_seed, rate))
+    for seed in task.reported_seeds:
+        train(f"reported-{name}-{arm}-{seed}", seed, best)
     return best
 
 

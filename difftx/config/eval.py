@@ -288,6 +288,11 @@ class HarnessConfig(Group):
     `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
     include_path: flag.Location[affects.Evaluation[str | None]] = None
     """Folder of lm-eval YAML files that define further tasks."""
+    ruler_lengths: affects.Evaluation[NonEmptyUnique[tuple[int, ...]]] = (4096,)
+    """Lengths of the prompts of RULER's tasks ("ruler", "niah_single_1", …) in tokens, with the tokens to generate.
+    Requires the extra "ruler"."""
+    ruler_path: flag.Location[affects.Evaluation[str | None]] = None
+    """Folder with the texts of RULER's tasks (docs/suites.md). None: lm-eval downloads them."""
     truncate: affects.Evaluation[bool] = False
     """Whether to truncate requests that exceed the context on the left, as lm-eval's own models do, and count them. If
     not, such a request is an error."""

@@ -1,6 +1,6 @@
 """Config groups `optimizer`, `train`, `mesh`, `multihost`, `guards`, `checkpoint` and `logging`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from difftx.config import affects, fields, flag
 from difftx.config.fields import (
@@ -80,6 +80,10 @@ class OptimizerConfig(fields.Extensible, effect=affects.Effect.TRAINING):
     """Decoupled weight decay, which is multiplied by the learning rate."""
     clip_norm: affects.Training[Positive[float] | None] = 1.0
     """Largest global norm of the gradient. None: no clipping. The paper does not state a value."""
+    qk_clip: affects.Training[Positive[float] | None] = None
+    """Largest attention logit τ of QK-Clip (Kimi K2 has 100, arXiv 2507.20534). After each update, the query and key
+    weights of each head of A1 and A2 whose largest logit exceeded τ are scaled to bring it down to τ. None: no
+    clipping."""
 
     def __post_init__(self):
         if self.final_learning_rate > self.learning_rate:
@@ -253,6 +257,9 @@ class LoggingConfig(Group):
 
     every_steps: affects.Nothing[Positive[int]] = 10
     """Number of steps between rows of `metrics.jsonl`."""
+    attention_logits_every_steps: affects.Rounding[Positive[int] | None] = None
+    """Number of steps between rows with `largest_logits`: the largest attention logit of each layer, head and group (A1
+    and A2). It must be a multiple of `every_steps`. None: no such rows."""
     trackers: affects.Nothing[Unique[tuple[str, ...]]] = ("tensorboard",)
     """Further destinations of the metrics: tensorboard (event files in `<workdir>/tensorboard`), wandb:PROJECT (Weights
     & Biases), trackio:PROJECT or mlflow:EXPERIMENT. Each of the last three requires the extra of its name. Without a
@@ -261,7 +268,17 @@ class LoggingConfig(Group):
     """First step and number of steps, such as (10, 3), of which process 0 writes a trace to `<workdir>/profile`, for
     xprof and Perfetto. Empty: no trace."""
 
+    def watches(self, step: Any) -> Any:
+        """Return whether the row of a step has the largest attention logits. `step` may be a traced integer."""
+        every = self.attention_logits_every_steps
+        return False if every is None else step % every == 0
+
     def __post_init__(self):
+        if (every := self.attention_logits_every_steps) is not None and every % self.every_steps:
+            raise UserError(
+                f"logging.attention_logits_every_steps={every} must be a multiple of logging.every_steps="
+                f"{self.every_steps}, the steps that have a row"
+            )
         if self.profile_steps and (len(self.profile_steps) != 2 or min(self.profile_steps) < 1):
             raise UserError(
                 f"logging.profile_steps={self.profile_steps}: write the first step, from 1, and the number of steps, "

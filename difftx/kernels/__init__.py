@@ -5,6 +5,7 @@ from difftx.kernels.api import attend as attend
 from difftx.kernels.api import attention as attention
 from difftx.kernels.api import choose as choose
 from difftx.kernels.api import diff_attention as diff_attention
+from difftx.kernels.api import largest_logits as largest_logits
 from difftx.kernels.api import rankings as rankings
 from difftx.kernels.api import use as use
 from difftx.kernels.api import weighted_attention as weighted_attention

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from difftx.kernels import reference, target, weight_functions, xla
-from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens
+from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens, per_shard
 from difftx.kernels.context import SequenceSharding, is_explicit_mesh
 from difftx.kernels.weight_functions import WeightFunction
 
@@ -245,6 +245,25 @@ def attend(
         backend = dataclasses.replace(backend, forward=functools.partial(backend.forward, weight_function))
     operands = q_BTHGd, k_BSKGd, v_BSKE, weight_argument, segment_ids_BT
     return backend.run(*operands, window=window, sharding=call.sharding)
+
+
+def largest_logits(
+    q_BTHGd: jax.Array,
+    k_BSKGd: jax.Array,
+    *,
+    segment_ids_BT: jax.Array | None = None,
+    window: int | None = None,
+    zigzag: bool = False,
+) -> jax.Array:
+    """Return the largest logit of each head and group, float32 `[H, G]`, over all queries and the keys that they see.
+
+    Backends do not return their logits, so XLA computes Q Kᵀ / √d once more, in chunks of queries. The result has no
+    gradient. The arguments are those of `attend`.
+    """
+    call, sharding = functools.partial(xla.largest_logits, window=window), SequenceSharding.of(q_BTHGd, zigzag=zigzag)
+    q_BTHGd, k_BSKGd = jax.lax.stop_gradient((q_BTHGd, k_BSKGd))
+    by_query_BTHG = per_shard(call, q_BTHGd, k_BSKGd, k_BSKGd, None, segment_ids_BT, sharding=sharding)
+    return jnp.max(by_query_BTHG, axis=(0, 1))
 
 
 def why_unavailable(function: str, implementation: str, call: AttentionCall) -> str | None:

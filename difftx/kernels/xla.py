@@ -142,6 +142,21 @@ def weighted_attention(
     return joined(out, T).reshape(B, T, H, -1)
 
 
+def largest_logits(q_BTHGd, k_BSKGd, _, __, segment_ids_BT, *, window, sharding=None) -> jax.Array:
+    """Return the largest logit of each query, float32 `[B, T, H, G]`. The arguments are those of `forward`."""
+    B, T, H, G, _ = q_BTHGd.shape
+
+    def chunk(keys: slice, arrays: dict[str, Any]) -> jax.Array:
+        logits_BKRCS = masked_logits(arrays, k_BSKGd, segment_ids_BT, window, keys)
+        return jnp.moveaxis(jnp.stack([jnp.max(one_BKRCS, axis=-1) for one_BKRCS in logits_BKRCS], axis=-1), 3, 1)
+
+    spans = []
+    for queries, keys in _spans(T, window, sharding):
+        arrays = chunks(segment_ids_BT, sharding, queries=queries, q=q_BTHGd)
+        spans.append(_joined_chunks(jax.lax.map(functools.partial(chunk, keys), arrays), T, queries))
+    return _joined_spans(spans).reshape(B, T, H, G)
+
+
 def masked_logits(
     arrays: dict[str, Any],
     k_BSKGd: jax.Array,

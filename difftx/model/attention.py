@@ -33,6 +33,7 @@ from difftx.model.layers import HeadNorm, RMSNorm, SwiGLU, linear, projection, r
 from difftx.parallel.layout import Layout, reshard
 
 Angles = tuple[jax.Array, jax.Array]
+LARGEST_LOGITS = "largest_logits"  # Name of a statistic of a layer.
 
 
 class LambdaBound(NamedTuple):
@@ -192,12 +193,39 @@ class SelfAttention(nnx.Module):
         return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
 
     def __call__(
-        self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, segment_ids_BT: jax.Array | None
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        constants: LayerConstants,
+        segment_ids_BT: jax.Array | None,
+        watch: bool | jax.Array = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each."""
-        heads_BTHE = self.attend(*self.operands(x_BTD, angles, constants), x_BTD, constants, segment_ids_BT)
-        heads_BTHE = self.combined(heads_BTHE, x_BTD)
-        return self.output(heads_BTHE, x_BTD, constants), self.statistics(x_BTD, constants)
+        """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each.
+
+        If `watch` is not False, the statistic `LARGEST_LOGITS`, `[H, G]`, has the largest logit of each of the kernel's
+        heads and groups, before the rounding of `model.attention_logit_bits`. `watch` may be a traced boolean: the
+        statistic is 0 where that is false.
+        """
+        q, k, v = self.operands(x_BTD, angles, constants)
+        heads_BTHE = self.combined(self.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)
+        statistics = self.statistics(x_BTD, constants)
+        if watch is not False:
+            options = {"segment_ids_BT": segment_ids_BT, "window": constants.window, "zigzag": self.layout.zigzag}
+
+            def largest() -> jax.Array:
+                return reshard(kernels.largest_logits(q, k, **options), self.layout.vector)
+
+            zeros_HG = jnp.zeros(q.shape[2:4], jnp.float32)
+            statistics[LARGEST_LOGITS] = largest() if watch is True else jax.lax.cond(watch, largest, lambda: zeros_HG)
+        return self.output(heads_BTHE, x_BTD, constants), statistics
+
+    @classmethod
+    def query_factors(cls, config: ModelConfig, factor_LHG: jax.Array) -> jax.Array:
+        """Return factors of the logits of the kernel's heads, `[L, H, G]`, as factors of the heads of a query weight.
+
+        The order of the factors is that of the heads in the weight `[L, D, …, d]`.
+        """
+        return factor_LHG
 
     def extend(
         self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, cache: KVCache | None, segments: SegmentMask

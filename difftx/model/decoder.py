@@ -116,8 +116,12 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
         hook: Hook | None = None,
+        watch: bool | jax.Array = False,
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics by name, `[L]` each."""
+        """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics by name, `[L]` each.
+
+        With `watch`, the statistic `LARGEST_LOGITS` is `[L, H, G]` (`SelfAttention`).
+        """
         if self.layout.zigzag:
             if positions_BT is None:
                 sharding = jax.P(None, self.layout.act_BT[1])
@@ -130,7 +134,7 @@ class Decoder(nnx.Module):
             x_BTD: jax.Array, block: Block, constants: LayerConstants, *index: jax.Array
         ) -> tuple[jax.Array, dict[str, Any]]:
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-            x_BTD, stats = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT))
+            x_BTD, stats = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, constants, segment_ids_BT, watch))
             if hook is not None:
                 x_BTD, stats["hook"] = hook(x_BTD, *index)
             return x_BTD, stats

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from difftx.evals.result import format_value
+from difftx.model.attention import LARGEST_LOGITS
 from difftx.report.arms import Arm
 from difftx.report.charts import COLOURS, heatmap_values
 from difftx.report.curves import METRIC_LABELS, loss_chart, thinned
@@ -110,7 +111,7 @@ def training(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) ->
     runs = [run for arm in arms for run in arm.runs]
     lambdas = [panel for run in runs for panel in _lambda_panels(run)]
     shown = [panel for panel in lambdas if panel.note] or lambdas[:1]
-    norms, events = _gradient_panels(arms, colours), _events(runs)
+    norms, events = _gradient_panels(arms, colours) + _logit_panels(arms, colours), _events(runs)
     raw = []
     if metric == "loss":
         lines = _logged_lines(arms, colours, "loss")
@@ -148,6 +149,19 @@ def _gradient_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Pa
         series.append({**line, "name": line["name"] + end, "group": line["group"] + end, "style": "points"})
     log_y = all(y > 0 for line in series for y in line["y"])
     return [panel_over_steps("Gradient norm", series, "gradient norm before clipping", log_y=log_y)] if series else []
+
+
+def _logit_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Panel]:
+    """Return a panel of the largest attention logit of all layers and heads against steps, if a run has logged it."""
+
+    def values(run: RunRecord) -> tuple[list[int], list[float]]:
+        rows = [row for row in run.split("train") if row.get(LARGEST_LOGITS)]
+        found = {row["step"]: float(np.max(np.asarray(row[LARGEST_LOGITS], float))) for row in rows}
+        finite = {step: value for step, value in found.items() if np.isfinite(value)}
+        return [*finite], [*finite.values()]
+
+    series = run_lines(arms, colours, values)
+    return [panel_over_steps("Largest attention logit", series, "largest logit of a step")] if series else []
 
 
 def _logged_lines(

@@ -15,6 +15,7 @@ from difftx.model.flops import LOW_PRECISION_FACTORS, PEAK_FLOPS
 from difftx.model.products import COMPUTE_DTYPE
 from difftx.parallel.mesh import batch_shards
 from difftx.training.optimizer import make_optimizer
+from difftx.training.qk_clip import check_qk_clip
 from difftx.training.workload import attention_call, kernel_function
 
 
@@ -25,6 +26,8 @@ def fit(config: Config, mesh: jax.sharding.Mesh | None = None, tokenizer: Tokeni
     """
     _check_groups(config)
     check_model(config, mesh)
+    if config.optimizer.qk_clip is not None:
+        check_qk_clip(config)
     if mesh is not None:
         _check_batch(config, mesh)
         make_optimizer(config)  # Raises an error if the optimizer or schedule is unknown, or lacks a rule for µP.

@@ -16,6 +16,7 @@ import rich
 
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
 from difftx.files import resolved
+from difftx.model.attention import LARGEST_LOGITS
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
 from difftx.parallel.multihost import Interrupt, Notice, barrier, decide_on_primary, is_primary, print_on_primary
@@ -316,6 +317,8 @@ class Reporter:
             return
         (step, metrics, tokens, data_wait), self._pending = self._pending, None
         row = self._row(jax.device_get(metrics), tokens, data_wait)
+        if not self._config.logging.watches(step):
+            row.pop(LARGEST_LOGITS, None)
         self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
         # Write a row for each bad step, whatever `logging.every_steps` is.
         is_logged = step % self._config.logging.every_steps == 0 or step == self._config.train.steps

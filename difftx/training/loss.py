@@ -34,33 +34,42 @@ class Distillation:
     logit_soft_cap: float | None  # The soft cap of the teacher's logits.
 
 
-def batch_loss(model: Decoder, batch: Batch, z_loss: float = 0.0) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def batch_loss(
+    model: Decoder, batch: Batch, z_loss: float = 0.0, watch: bool | jax.Array = False
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Return the sum of NLL and z-loss over the targets in the loss mask, the z-loss in it, and per-layer statistics.
 
     All are in nats. The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv
-    2204.02311).
+    2204.02311). `watch` is that of `Decoder.hidden`.
     """
-    x_BTD, stats = _hidden(model, batch)
+    x_BTD, stats = _hidden(model, batch, watch)
     inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap
     with jax.named_scope("loss"):
         return *weighted_loss(*inputs, cap, z_loss), stats
 
 
 def batch_distilled_loss(
-    model: Decoder, batch: Batch, z_loss: float, teacher: Decoder, weight: float, temperature: float
+    model: Decoder,
+    batch: Batch,
+    z_loss: float,
+    teacher: Decoder,
+    weight: float,
+    temperature: float,
+    watch: bool | jax.Array = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], dict[str, jax.Array]]:
     """Return `distilled_loss` for the targets in the loss mask, and the model's per-layer statistics."""
     with jax.named_scope("teacher"):
         of_teacher = _hidden(teacher, batch)[0], teacher.unembedding()
-    x_BTD, stats = _hidden(model, batch)
+    x_BTD, stats = _hidden(model, batch, watch)
     inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap
     distillation = Distillation(weight, temperature, teacher.config.logit_soft_cap)
     with jax.named_scope("loss"):
         return *distilled_loss(*inputs, of_teacher, cap, z_loss, distillation), stats
 
 
-def _hidden(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-    return model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+def _hidden(model: Decoder, batch: Batch, watch: bool | jax.Array = False) -> tuple[jax.Array, dict[str, jax.Array]]:
+    rows = {"positions_BT": batch.positions_BT, "segment_ids_BT": batch.segment_ids_BT}
+    return model.hidden(batch.tokens_BT, **rows, watch=watch)
 
 
 def token_scores(

@@ -157,12 +157,19 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _items(value: Any) -> dict[str, Any]:
+    """Return the items of lists of lists with keys "/01", "/02", … per list, or the value itself with the key ""."""
+    if not isinstance(value, list):
+        return {"": value}
+    return {f"/{i:02d}{path}": v for i, item in enumerate(value, 1) for path, v in _items(item).items()}
+
+
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the row's numbers with keys "split/name", and "split/name/01", "split/name/02", … for items of a list."""
     flat = {}
     for name, value in row.items():
         if isinstance(value, list):
-            flat |= {f"{row['split']}/{name}/{i:02d}": v for i, v in enumerate(value, 1) if v is not None}
+            flat |= {f"{row['split']}/{name}{path}": v for path, v in _items(value).items() if v is not None}
         elif isinstance(value, (int, float)) and name not in ("step", "attempt"):
             flat[f"{row['split']}/{name}"] = value
     return flat

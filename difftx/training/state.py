@@ -17,11 +17,13 @@ from jax.typing import ArrayLike
 from difftx.config import Config
 from difftx.data.loader import Batch
 from difftx.model.abstract import one_abstract_device, vector_mask
+from difftx.model.attention import LARGEST_LOGITS
 from difftx.model.decoder import Decoder
 from difftx.model.lora import LORA
 from difftx.parallel.layout import BATCH, Layout
 from difftx.training.loss import batch_distilled_loss, batch_loss
 from difftx.training.optimizer import learning_rate, make_optimizer, updates_made
+from difftx.training.qk_clip import clipped
 from difftx.training.trainable import join, new_adapters, split, with_adapters
 
 Metrics = dict[str, Any]  # Name → scalar, or array with one number per layer.
@@ -103,7 +105,7 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
 
     teacher_graph = None if teacher is None else graph(teacher, Layout.of(config.mesh.context_method))
 
-    def sums_and_grad(params: Any, batch: Batch, teacher_params: Any):
+    def sums_and_grad(params: Any, batch: Batch, teacher_params: Any, watch: bool | jax.Array):
         """Return the sums of NLL, z-loss and (with a teacher) KL, the statistics of the layers, and the gradient."""
         train, frozen = split(config, params)
 
@@ -111,9 +113,9 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
             model, c = nnx.merge(graphdef, with_adapters(join(train, frozen), config.train)), config.train
             if teacher_graph is not None:
                 of_teacher = nnx.merge(teacher_graph, teacher_params), c.distill_weight, c.distill_temperature
-                loss, sums, stats = batch_distilled_loss(model, batch, c.z_loss, *of_teacher)
+                loss, sums, stats = batch_distilled_loss(model, batch, c.z_loss, *of_teacher, watch)
                 return loss, (sums, stats)
-            loss, z_loss, stats = batch_loss(model, batch, c.z_loss)
+            loss, z_loss, stats = batch_loss(model, batch, c.z_loss, watch)
             return loss, ((loss - z_loss, z_loss), stats)
 
         grads, (sums, stats) = jax.grad(loss_of, has_aux=True)(train)
@@ -121,18 +123,21 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
 
     def step(state: TrainState, batch: Batch, teacher_params: Any = None) -> tuple[TrainState, Metrics]:
         params, (before, frozen) = _cast_layers(config, state.params), split(config, state.params)
+        limit = config.optimizer.qk_clip
+        watch = limit is not None or config.logging.watches(state.step + 1)
         if config.train.accumulation == 1:
-            sums, stats, grads = sums_and_grad(params, batch, teacher_params)
+            sums, stats, grads = sums_and_grad(params, batch, teacher_params, watch)
         else:
 
             def add(total: Any, microbatch: Batch):
-                sums, stats, grads = sums_and_grad(params, microbatch, teacher_params)
+                sums, stats, grads = sums_and_grad(params, microbatch, teacher_params, watch)
                 return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, (sums, grads)), stats
 
             zero = ((jnp.zeros(()),) * (2 if teacher is None else 3), jax.tree.map(jnp.zeros_like, before))
             microbatches = split_microbatches(batch, config.train.accumulation)
             (sums, grads), stats = jax.lax.scan(add, zero, microbatches)
-            stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
+            reduced = {name: jnp.max if name == LARGEST_LOGITS else jnp.mean for name in stats}
+            stats = {name: reduced[name](s, axis=0) for name, s in stats.items()}
         (nll, z_loss, *kl), tokens = sums, jnp.sum(batch.loss_mask_BT)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(tokens, 1.0), grads)
         loss, grad_norm = nll / tokens, optax.tree.norm(grads)
@@ -141,6 +146,8 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, before)
             params, ema = optax.apply_updates(before, updates), None
+            if limit is not None:
+                params = clipped(config.model, params, stats[LARGEST_LOGITS], limit)
             if (decay := config.train.ema_decay) is not None:
                 ema = updated_average(state.ema, join(params, frozen), decay, updates_made(opt_state))
             params, opt_state, ema = jax.tree.map(
@@ -155,6 +162,8 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
             "skipped": 1 - finite.astype(jnp.int32),
             **stats,
         }
+        if limit is not None:
+            metrics["clipped_heads"] = jnp.sum(stats[LARGEST_LOGITS] > limit)
         if config.train.z_loss:
             metrics["z_loss"] = z_loss / tokens
         if kl:

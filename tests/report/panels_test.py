@@ -11,7 +11,7 @@ from difftx.evals.attention.suite import NUMBERS
 from difftx.evals.result import Number
 from difftx.report.arms import arms_of
 from difftx.report.charts import COLOURS, colours_of
-from difftx.report.panels import Cell, Panel, wall_time
+from difftx.report.panels import Cell, Panel, training, wall_time
 from difftx.report.runs import read_runs
 from difftx.report.suites import suite_sections
 
@@ -209,3 +209,22 @@ def test_wall_time_has_the_labels_of_the_terminal(tmp_path):
     table = wall_time(read_runs([run]))
     assert table.header == ["run", "training steps", "waiting for data", "steps done again"]
     assert table.rows == [["run", "8.0 (80%)", "1.0 (10%)", "1.0 (10%)"]]
+
+
+def test_the_largest_logit_of_all_heads_is_drawn_over_the_steps(tmp_path):
+    logged, other = (write_run(tmp_path / name, tiny(name, train__steps=3)) for name in ("diff", "transformer"))
+    rows = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
+    of_step = {1: [[[1.5, 4.0]], [[2.0, -1.0]]], 2: [[[1.0, None]], [[2.0, 3.0]]], 3: [[[1.0, 2.0]], [[6.0, 5.0]]]}
+    for row in rows:
+        if row["split"] == "train":
+            row["largest_logits"] = of_step[row["step"]]
+    (logged / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arms = arms_of(read_runs([logged, other]))
+    section = training(arms, colours_of([arm.name for arm in arms]), "loss")
+    # A logit of step 2 is not finite.
+    (series,) = panels_of(section)["Largest attention logit"].chart["series"]
+    assert (series["name"], series["x"], series["y"]) == (
+        "diff",
+        [1, 3],
+        [4.0, 6.0],
+    )

@@ -28,7 +28,8 @@ SPEED = {"tokens": 256, "tokens_per_second": 1e3, "step_seconds": 0.25}
 def write_steps(workdir, start, stop, config=QUIET):
     writer = MetricsWriter(workdir, config, start)
     for step in range(start + 1, stop + 1):
-        writer.write("train", step, SPEED | {"loss": 1 / step, "lambda": [0.2, 0.3]})
+        lists = {"lambda": [0.2, 0.3], "largest_logits": [[[0.1, 0.2]], [[0.4, 0.5]]]}
+        writer.write("train", step, SPEED | {"loss": 1 / step, **lists})
     writer.close()
     return writer
 
@@ -94,6 +95,7 @@ def test_tensorboard_hides_the_overlap(tmp_path):
     assert 4 in restarts  # TensorBoard drops its earlier points from this step on.
     assert (2, "train/loss", 0.5) in values
     assert (1, "train/lambda/02", 0.3) in values
+    assert (1, "train/largest_logits/02/01/02", 0.5) in values
 
 
 def test_error_if_wandb_is_not_installed(config, monkeypatch):

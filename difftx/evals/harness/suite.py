@@ -1,5 +1,6 @@
 """Suite `harness`: tasks of EleutherAI's lm-eval (Tables 1 and 8 of the Differential Transformer paper)."""
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -11,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from difftx.config.eval import HARNESS_TASKS, HarnessConfig
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, closest
 from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
+from difftx.evals.harness import ruler
+from difftx.evals.harness.data import FORMS
 from difftx.evals.result import Better, Heatmap, Number, Result
 from difftx.evals.suite import Suite
 
@@ -27,7 +31,7 @@ BOOTSTRAPS = 1000  # Resamples for standard errors of metrics such as F1. lm-eva
 def evaluate(evaluation: Evaluation) -> Result:
     """Run lm-eval's tasks on the model."""
     settings = evaluation.run.config.eval.harness
-    manager, tasks = load_tasks(settings)
+    manager, tasks = load_tasks(settings, evaluation.lm.tokenizer)
     import lm_eval
 
     from difftx.evals.harness.model import HarnessModel
@@ -49,24 +53,26 @@ def evaluate(evaluation: Evaluation) -> Result:
     return _result(list(tasks), lm_eval_results, model.truncated, _guesses(tasks))
 
 
-def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
+def load_tasks(settings: HarnessConfig, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data."""
     check_suites(["harness"])
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Otherwise lm-eval logs every default and override.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Otherwise lm-eval forks, which JAX's threads do not survive.
-    for field, path in (("data_path", settings.data_path), ("include_path", settings.include_path)):
-        if path is not None and not Path(path).is_dir():
+    for field in ("data_path", "include_path", "ruler_path"):
+        if (path := getattr(settings, field)) is not None and not Path(path).is_dir():
             raise UserError(f"eval.harness.{field}={path}: no such folder")
     manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=False)
-    if not set(settings.tasks) <= set(manager.all_tasks):
+    if not {name for name in settings.tasks if not ruler.is_task(name)} <= set(manager.all_tasks):
         manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=True)
     tasks = {}
     for name in settings.tasks:
-        if name not in manager.all_tasks:
-            # `did_you_mean` would list all of the thousands of names if none is close.
-            hint = f" Did you mean {close!r}?" if (close := closest(name, manager.all_tasks)) else ""
-            raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
-        tasks |= _load(manager, name)
+        block = ruler.prompts(tokenizer, settings) if ruler.is_task(name) else contextlib.nullcontext(manager)
+        with block as manager_of_task:
+            if name not in (names := manager_of_task.all_tasks):
+                # `did_you_mean` would list all of the thousands of names if none is close.
+                hint = f" Did you mean {close!r}?" if (close := closest(name, names)) else ""
+                raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
+            tasks |= _load(manager_of_task, name)
     return manager, tasks
 
 
@@ -166,14 +172,16 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Number]:
     numbers = {}
     for name, value in values.items():
         metric, comma, filter_ = name.partition(",")
-        if comma and isinstance(value, int | float | np.number):
+        # RULER's metrics are lengths, with -1 for lengths that were not asked for.
+        if comma and isinstance(value, int | float | np.number) and not (metric.isdigit() and value == -1):
             numbers[metric if filter_ == "none" else f"{metric}_{filter_}"] = Number(value, *_said_of(metric))
     return numbers
 
 
 def _said_of(metric: str) -> tuple[str, Better]:
     """Return unit and better direction of a metric of lm-eval. Further metrics than these have neither."""
-    if metric.removesuffix("_stderr").endswith(("acc", "acc_norm", "exact_match", "f1")):
+    name = metric.removesuffix("_stderr")
+    if name.isdigit() or name.endswith(("acc", "acc_norm", "exact_match", "f1")):
         return "share", None if metric.endswith("_stderr") else "higher"
     if metric.endswith("bits_per_byte"):
         return "bits per byte", "lower"
@@ -182,7 +190,7 @@ def _said_of(metric: str) -> tuple[str, Better]:
 
 SUITE = Suite(
     evaluate=evaluate,
-    check=lambda run: load_tasks(run.config.eval.harness),
+    check=lambda run: load_tasks(run.config.eval.harness, run.tokenizer),
     revision=2,
     title="Tasks of lm-eval",
     explanation="Share of multiple-choice questions in which the right choice is the most likely.",

@@ -205,6 +205,12 @@ class GroupedDiffAttention(DiffAttention):
         noise_heads = cls.kv_heads(config)
         return noise_heads, cls.query_heads(config) // noise_heads
 
+    @classmethod
+    def query_factors(cls, config, factor_LHG):
+        """Return the factors `[L, N, Q]`. The kernel has the noise query of a group once per signal query."""
+        factor_LNRG = factor_LHG.reshape(len(factor_LHG), cls.kv_heads(config), -1, 2)
+        return jnp.concatenate([factor_LNRG[..., 0], factor_LNRG[:, :, :1, 1]], axis=-1)
+
     def project(self, x_BTD, angles):
         """Return queries, keys and values. Queries `[B, T, H, 2, d]` pair each signal query with its noise query."""
         q_BTNQd, k_BTKGd, v_BTKE = super().project(x_BTD, angles)
