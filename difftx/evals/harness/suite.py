@@ -17,7 +17,6 @@ from difftx.errors import UserError, closest
 from difftx.evals import check_suites
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness import ruler
-from difftx.evals.harness.data import FORMS
 from difftx.evals.result import Better, Heatmap, Number, Result
 from difftx.evals.suite import Suite
 
