@@ -126,8 +126,6 @@ def test_steps_of_other_data_at_the_same_path_are_refused(run, tmp_path):
     assert list(results(mixed, "loss")) == [9]
 
 
-
-
 def test_charts_are_drawn_next_to_the_result(run, monkeypatch, capsys):
     """After an evaluation in the training loop, there are no charts yet. A second command draws them."""
     folder, drawn = run.workdir / "evals" / "position" / "12", []
