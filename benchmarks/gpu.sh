@@ -19,7 +19,7 @@ what=${1:-all}
 records=${OUT:-benchmarks/records}
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 # Name and longest time in seconds of each piece.
-PIECES=(profile:70 tests:110 kernels:110 ncu:120 racecheck:90 throughput:250 long:120 lengths:180 doctor:280 generate:150)
+PIECES=(profile:70 tests:110 kernels:110 ncu:120 racecheck:90 throughput:250 peers:210 long:120 lengths:180 doctor:250 generate:150)
 CALL=580  # Seconds of a call.
 UNFINISHED=75
 if [[ -n ${DRY:-} ]]; then
@@ -113,6 +113,11 @@ piece() {
       --profile="${OUT:-/tmp}/trace" --config.model.num_layers=9 --config.train.global_batch_tokens=16384 \
       --or --config=configs/quickstart.py:diff --rounds=1 --steps=1 ${DRY:+"${tiny[@]}"})
     ;;
+  peers)
+    # transformers' Llama and DiffLlama, compiled by torch. TORCH is a Python with both, whose torch supports CUDA.
+    $limit python benchmarks/peers.py --rounds=3 --torch="${TORCH:-$(command -v python)}" \
+      $(on_gpu --sizes=gpu --only=difftx,torch.compile --or --sizes=dry --only=difftx,eager)
+    ;;
   doctor)
     # Data and tokenizer that need neither files nor a network. The vocabulary keeps its size.
     $limit python -m difftx doctor $(on_gpu --config=configs/diff_3b.py:diff --config.data.path=stdlib \
@@ -159,6 +164,6 @@ all)
   ((left)) && exit "$UNFINISHED"
   exit "$failed"
   ;;
-profile | tests | kernels | ncu | racecheck | throughput | long | lengths | doctor | generate | small) run_piece "$@" ;;
-*) echo "usage: benchmarks/gpu.sh all|profile|tests|kernels|ncu|racecheck|throughput|long|lengths|doctor|generate|small" >&2; exit 2 ;;
+profile | tests | kernels | ncu | racecheck | throughput | peers | long | lengths | doctor | generate | small) run_piece "$@" ;;
+*) echo "usage: benchmarks/gpu.sh all|profile|tests|kernels|ncu|racecheck|throughput|peers|long|lengths|doctor|generate|small" >&2; exit 2 ;;
 esac

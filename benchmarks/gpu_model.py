@@ -42,14 +42,15 @@ class Shape:
     heads: int
     tokens: int
 
-    def milliseconds(self, clocks: float, *, ctas: bool, idle: float = 0.0) -> float:
+    def milliseconds(self, clocks: float, *, ctas: bool, sharing: int = 1, idle: float = 0.0) -> float:
         """Return the time of a kernel that needs `clocks` per pair of tiles.
 
-        `ctas` adds the starts and ends of CTAs, and `idle` is the share of time that the SMs wait for the last CTA.
+        `sharing` neighbouring query tiles visit the same key tiles, `ctas` adds the starts and ends of CTAs, and `idle`
+        is the share of time that the SMs wait for the last CTA.
         """
         tiles = self.tokens // TILE
         rows_per_sm = self.batch * self.heads / SMS
-        busy = clocks * rows_per_sm * tiles * (tiles + 1) / 2 / CLOCK_HZ
+        busy = clocks * rows_per_sm * tiles * (tiles + sharing) / 2 / CLOCK_HZ
         return 1e3 * (busy / (1 - idle) + ctas * rows_per_sm * tiles * CTA_SECONDS)
 
 
@@ -240,22 +241,36 @@ def dkv(width: int, softmax: float, producer: float, *, stages: int) -> Kernel:
     return lambda steps: [warpgroup(0, steps), warpgroup(1, steps), producing(steps)]
 
 
-def dq(width: int, softmax: float, producer: float, *, stages: int) -> Kernel:
-    """Return the programs of the dQ kernel. `softmax` and `producer` are the clocks that they compute per step."""
-    unit, size = 2 * width, TILE * 2 * width * 2
+def dq(width: int, during: float, after: float, producer: float, *, stages: int, sharing: int = 2) -> Kernel:
+    """Return the programs of the dQ kernel, of which `sharing` CTAs load each tile together.
+
+    Its softmax warpgroups compute `during` clocks of a step while dS·K is in flight, and `after` clocks with dP. Its
+    other warpgroup computes `producer` clocks.
+    """
+    unit, size = 2 * width, TILE * 2 * width * 2 // sharing
     load_dp, store_dp = 128, 128
 
     def warpgroup(m: int, steps: int) -> Program:
-        for i in range(steps):
-            yield "wait", ("k", i)
-            yield from multiply(unit, 0.5, ("logits", m, i))
-            yield "compute", softmax / 2
-            yield "wait", ("dp", i)
+        yield "wait", ("k", 0)
+        yield from multiply(unit, 0.5, ("logits", m, 0))
+        yield "compute", during
+        yield "wait", ("dp", 0)
+        for i in range(steps - 1):
             yield "move", load_dp
             yield "signal", ("dp", "free", m, i)
-            yield "compute", softmax / 2 - load_dp
-            yield from multiply(unit, 0.5, ("dq", m, i))
+            yield "compute", after - load_dp
+            yield "wait", ("k", i + 1)
+            yield "product", unit, 0.5, ("logits", m, i + 1)
+            yield "product", unit, 0.5, ("dq", m, i)
+            yield "wait", ("logits", m, i + 1)
+            yield "compute", during
+            yield "wait", ("dp", i + 1)
+            if i + 2 < steps:
+                yield "wait", ("k", i + 2)
+            yield "wait", ("dq", m, i)
             yield "signal", ("k", "free", m, i)
+        yield "compute", after
+        yield from multiply(unit, 0.5, ("dq", m, steps - 1))
 
     def producing(steps: int) -> Program:
         for i in range(min(stages, steps)):
@@ -264,18 +279,17 @@ def dq(width: int, softmax: float, producer: float, *, stages: int) -> Kernel:
         for i in range(steps):
             yield "wait", ("v", i)
             yield from multiply(2 * unit, 0.5, ("product dp", i))
-            if i + stages < steps:
-                yield "load", ("v", i + stages), size
-            if i >= 2:
-                yield "wait", ("dp", "free", 0, i - 2)
-                yield "wait", ("dp", "free", 1, i - 2)
+            if i >= stages:
+                yield "wait", ("dp", "free", 0, i - stages)
+                yield "wait", ("dp", "free", 1, i - stages)
             yield "move", store_dp
             yield "compute", producer - store_dp
             yield "signal", ("dp", i)
-            if i:
-                yield "wait", ("k", "free", 0, i - 1)
-                yield "wait", ("k", "free", 1, i - 1)
-                if i - 1 + stages < steps:
-                    yield "load", ("k", i - 1 + stages), size
+            if i + stages < steps:
+                yield "load", ("v", i + stages), size
+                if i:  # K has one buffer more, which the tile of the step before has left.
+                    yield "wait", ("k", "free", 0, i - 1)
+                    yield "wait", ("k", "free", 1, i - 1)
+                yield "load", ("k", i + stages), size
 
     return lambda steps: [warpgroup(0, steps), warpgroup(1, steps), producing(steps)]

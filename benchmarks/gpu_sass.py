@@ -39,8 +39,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402, F401 - It
 
 from benchmarks import gpu_model  # noqa: E402
 from difftx.kernels import pallas_gpu  # noqa: E402
-from difftx.kernels.pallas_gpu_backward import dkv_stages  # noqa: E402
-from difftx.kernels.pallas_gpu_tiles import GROUPS, STAGES, TILE  # noqa: E402
+from difftx.kernels.pallas_gpu_backward import STAGES, dkv_stages  # noqa: E402
+from difftx.kernels.pallas_gpu_tiles import GROUPS, PAIR, TILE  # noqa: E402
 from difftx.launch.topology import find_devices, parse_topology  # noqa: E402
 
 BATCH = 4
@@ -54,6 +54,7 @@ OTHER_LATENCY = 20
 HGMMA_LATENCY = 32  # From the last product of a group to the end of the wait for it.
 
 MODELS = {"difftx_forward": gpu_model.forward, "difftx_dkv": gpu_model.dkv, "difftx_dq": gpu_model.dq}
+SHARING = {"difftx_forward": PAIR, "difftx_dkv": 1, "difftx_dq": PAIR}  # CTAs that load a tile together.
 # The number of warpgroups that run each main loop, in the order of the code.
 LOOPS = {
     "difftx_forward": {"softmax": GROUPS, "loads": 1},
@@ -205,7 +206,7 @@ def print_kernel(name, width):
     # Q, K or V tiles of one step: two tiles of width d and one of width 2d, in bfloat16.
     loaded = TILE * 4 * width * 2
     busy = collections.defaultdict(float)
-    busy["L2"] = loaded / gpu_model.L2_BYTES_PER_CLOCK / (pallas_gpu.PAIR if name == "difftx_forward" else 1)
+    busy["L2"] = loaded / gpu_model.L2_BYTES_PER_CLOCK / SHARING[name]
     busy["shared memory"] = loaded / gpu_model.SHARED_BYTES_PER_CLOCK
     computed = []  # Clocks per iteration that loops compute.
     for (loop, warpgroups), body in zip(LOOPS[name].items(), bodies, strict=True):
@@ -218,8 +219,8 @@ def print_kernel(name, width):
         alone, _ = clocks_alone(body)
         busy[f"alone, {loop}"] = alone
         clocks, waits = clocks_alone(body, multiplies=False)
-        if name == "difftx_forward" and waits:  # Between its two waits, it computes while P·V is in flight.
-            computed = [waits[1] - waits[0], clocks - (waits[1] - waits[0])]
+        if order(body) == "PPWW":  # Between its two waits, it computes while the second product is in flight.
+            computed += [waits[1] - waits[0], clocks - (waits[1] - waits[0])]
         elif tensor:
             computed.append(alone - tensor)
         print_loop(loop, warpgroups, body)
@@ -229,17 +230,20 @@ def print_kernel(name, width):
     return busy
 
 
+def order(body):
+    """Return P for each group of products that ends (its commit) and W for each wait, in the order of the code."""
+    return "".join("P" if x.product else "W" for x in body if "gsb" in x.operands)
+
+
 def print_loop(loop, warpgroups, body):
     """Print the counts of the instructions of a main loop."""
     count = collections.Counter(x.name for x in body)
     products = collections.Counter(x.product for x in body if x.product)
     shapes = [f"{n} x 64x{x.columns}x16 {'RS' if x.left_in_registers else 'SS'}" for x, n in products.items()]
-    # P for a group of products that ends (its commit), W for a wait.
-    order = ["P" if x.product else "W" for x in body if "gsb" in x.operands]
     moved = [x.shared_bytes for x in body if x.shared_bytes and not x.product]
     print(
         f"  {loop} ({warpgroups} x): {len(body)} instructions, {', '.join(shapes)}\n"
-        f"    groups of products and waits {''.join(order) or '-'}, exp2 {count['MUFU']}, fp32 "
+        f"    groups of products and waits {order(body) or '-'}, exp2 {count['MUFU']}, fp32 "
         f"{sum(count[x] for x in ('FFMA', 'FADD', 'FMUL', 'FMNMX'))}, to bf16 {count['F2FP']}, "
         f"shuffles {count['SHFL']}\n"
         f"    shared memory: products {sum(x.shared_bytes for x in body if x.product)} bytes, "
@@ -279,7 +283,7 @@ def main():
     print(f"\nD = {width}, clocks per pair of tiles, and ms at B = {BATCH}, T = {TOKENS}, H = {HEADS}, causal:")
     for name, busy in floors.items():
         for unit, clocks in busy.items():
-            ms = shape.milliseconds(clocks, ctas=unit == "model")
+            ms = shape.milliseconds(clocks, ctas=unit == "model", sharing=SHARING[name])
             print(f"  {name:15s} {unit:18s} {clocks:7.0f} {ms:8.2f} ms")
 
 

@@ -2,6 +2,7 @@
 
 python benchmarks/peers.py [--sizes=quickstart,19m] [--rounds=7] [--steps=N] [--torch=.venv-parity/bin/python]
     [--nanodo=FOLDER] [--only=NAME,…] [--isa=avx2]
+python benchmarks/peers.py --sizes=gpu --only=difftx,torch.compile --torch=PYTHON    # on a GPU
 
 Each model has a process of its own. The processes take turns, so a change in the machine's speed affects all of them:
 in each round, each process trains and then generates, while the others are stopped. All models have the same shapes,
@@ -10,13 +11,17 @@ The first round is not counted. difftx's processes ask Linux for huge pages, as 
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 all processes do. --isa=avx2 tells XLA, oneDNN and torch to use AVX2 only, as on
 most laptops.
 
+In the size "gpu", activations are bfloat16. The processes only train, one after the other, because not all models fit
+in the memory of one GPU.
+
 `make .venv-parity/.installed` installs torch and transformers, and --nanodo names a clone of nanodo. The benchmark
 prints the peers that it cannot find.
 
 The table of a size has the tokens/s of training, of a prompt of 2,048 tokens until its first new token, and of
 generation (one row, with a cache, 256 tokens after a prompt of 16), ratios to difftx's model of the same architecture,
 the peak resident memory, and the time from the start of the process to the end of its first step. transformers
-generates with its default cache in eager mode, and with a static cache if compiled.
+generates with its default cache in eager mode, and with a static cache if compiled. On a GPU, the memory is that of
+the device.
 """
 
 import argparse
@@ -59,11 +64,29 @@ ISAS = {
 }
 EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 SHAPES = {"data.sequence_length": "256", "train.global_batch_tokens": "2048"}
-SMALL = {"model.compute_dtype": "float32", "model.remat": "none", "data.path": "none", "data.tokenizer": "bytes"}
-# Size → recipe with a place for the architecture, changed fields, and steps of a round.
+RANDOM = {"data.path": "none", "data.tokenizer": "bytes"}
+SMALL = {"model.compute_dtype": "float32", "model.remat": "none"} | RANDOM
+# Table 9's widths and row length, with a third of its layers, so that torch's step fits in 80 GB too.
+THIRD = {"model.num_layers": "9", "data.sequence_length": "4096", "train.global_batch_tokens": "8192"} | RANDOM
+BFLOAT16 = {"model.compute_dtype": "bfloat16", "data.path": "none"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Models of one size."""
+
+    recipe: str  # With a place for the architecture.
+    changes: dict[str, str]  # Fields that differ from the recipe and `SHAPES`.
+    steps: int  # Of a round.
+    platform: str = "cpu"
+    take_turns: bool = True  # All models run at the same time, and generate too.
+
+
 SIZES = {
-    "quickstart": ("configs/quickstart.py:{}", {"data.path": "none"}, 20),
-    "19m": ("configs/small.py:books-20m-{}", SMALL, 2),
+    "quickstart": Size("configs/quickstart.py:{}", {"data.path": "none"}, 20),
+    "19m": Size("configs/small.py:books-20m-{}", SMALL, 2),
+    "gpu": Size("configs/diff_3b.py:{}", THIRD, 5, platform="cuda", take_turns=False),
+    "dry": Size("configs/quickstart.py:{}", BFLOAT16, 1, take_turns=False),  # Tests `gpu` on a CPU.
 }
 
 
@@ -87,7 +110,8 @@ class Worker:
         self.generate_rates: list[float] = []  # New tokens/s of each round.
         self.peak_bytes = 0  # Peak resident memory.
         began = time.perf_counter()
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"} | variables
+        platforms = "cpu" if contestant.task["platform"] == "cpu" else "cuda,cpu"
+        environment = os.environ | {"JAX_PLATFORMS": platforms, "JAX_ENABLE_COMPILATION_CACHE": "false"} | variables
         if path := contestant.task.get("path"):
             environment["PYTHONPATH"] = path
         command = [*contestant.command, json.dumps(contestant.task)]
@@ -128,9 +152,13 @@ class Worker:
 
 def contestants(size: str, torch: Path, nanodo: Path | None) -> list[Contestant]:
     """Return all models of a size that can run on this machine."""
-    spec, changes, _ = SIZES[size]
-    if not torch.exists():
-        print(f"transformers: --torch={torch} does not exist; run make .venv-parity/.installed", file=sys.stderr)
+    spec, changes, platform = SIZES[size].recipe, SIZES[size].changes, SIZES[size].platform
+    has_torch = _runs_torch(torch, platform)
+    if not has_torch:
+        print(
+            f"transformers: --torch={torch} has no torch for {platform}; run make .venv-parity/.installed",
+            file=sys.stderr,
+        )
     if nanodo is None:
         print("nanodo: name a clone of it with --nanodo=FOLDER", file=sys.stderr)
     found = []
@@ -138,11 +166,11 @@ def contestants(size: str, torch: Path, nanodo: Path | None) -> list[Contestant]
         overrides = SHAPES | changes
         config = load_config(str(ROOT / spec.format(architecture)), overrides)
         ours = {"config": str(ROOT / spec.format(architecture)), "overrides": overrides}
-        shared = _shared(config)
+        shared = _shared(config) | {"platform": platform}
         huge_pages = f"{VARIABLE}={os.environ.get(VARIABLE, HUGE_PAGES)}"
         python = ("env", huge_pages, sys.executable, str(WORKERS / "with_difftx.py"))
         found.append(Contestant(f"difftx {architecture}", architecture, python, shared | ours))
-        if torch.exists():
+        if has_torch:
             model = config_json(huggingface, config, end_of_text=0)
             name = model["architectures"][0].removesuffix("ForCausalLM")
             command = (str(torch), str(WORKERS / "with_transformers.py"))
@@ -154,6 +182,12 @@ def contestants(size: str, torch: Path, nanodo: Path | None) -> list[Contestant]
             command = (sys.executable, str(WORKERS / "with_nanodo.py"))
             found.append(Contestant("nanodo", architecture, command, shared | _nanodo_task(config, nanodo)))
     return found
+
+
+def _runs_torch(python: Path, platform: str) -> bool:
+    """Return whether a Python has transformers, and torch for a platform."""
+    code = f"import torch, transformers; torch.zeros(1, device={platform!r})"
+    return python.exists() and subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
 def _shared(config: Config) -> dict[str, Any]:
@@ -168,6 +202,7 @@ def _shared(config: Config) -> dict[str, Any]:
     return {
         "rows": config.batch_rows,
         "length": config.data.sequence_length,
+        "dtype": config.model.compute_dtype,
         "threads": len(os.sched_getaffinity(0)),
         "optimizer": settings,
     }
@@ -184,6 +219,7 @@ def measure(
     size: str, entries: list[Contestant], *, rounds: int, steps: int, variables: dict[str, str]
 ) -> list[Worker]:
     """Start all workers one after another, with more environment variables, and let them take turns."""
+    generates = SIZES[size].take_turns
     workers: list[Worker] = []
     try:
         for contestant in entries:
@@ -194,7 +230,7 @@ def measure(
             for worker in workers[number % len(workers) :] + workers[: number % len(workers)]:
                 count = steps if number else 2  # The round before the first one warms up, and is not counted.
                 rates = [(worker.train_rates, worker.rate(tokens * count, "train", count))]
-                if worker.generates:
+                if generates and worker.generates:
                     rates.append((worker.prompt_rates, worker.rate(LONG_PROMPT, "generate", LONG_PROMPT, 1)))
                     rates.append(
                         (worker.generate_rates, worker.rate(NEW_TOKENS, "generate", PROMPT_TOKENS, NEW_TOKENS))
@@ -257,7 +293,7 @@ def format_table(title: str, workers: list[Worker]) -> rich.table.Table:
 def main() -> int:
     """Parse the flags and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--sizes", default="quickstart,19m")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="steps of a round (default: by size)")
     parser.add_argument("--torch", type=Path, default=ROOT / ".venv-parity/bin/python", help="Python with transformers")
@@ -273,11 +309,18 @@ def main() -> int:
         entries = contestants(size, args.torch, args.nanodo)
         if args.only:
             entries = [entry for entry in entries if any(part in entry.name for part in args.only.split(","))]
-        steps = args.steps or SIZES[size][2]
+        steps = args.steps or SIZES[size].steps
         load = os.getloadavg()[0]
-        workers = measure(size, entries, rounds=args.rounds, steps=steps, variables=variables)
+        groups = [entries] if SIZES[size].take_turns else [[entry] for entry in entries]
+        workers = []
+        for group in groups:
+            workers += measure(size, group, rounds=args.rounds, steps=steps, variables=variables)
+            if len(groups) > 1:  # The process may be stopped before the table.
+                worker = workers[-1]
+                print(f"{worker.contestant.name}: {statistics.median(worker.train_rates):,.0f} tokens/s", flush=True)
         task = entries[0].task
-        shape = f"{task['rows']} rows of {task['length']}, float32, {task['threads']} threads with {extensions}"
+        where = f"{task['threads']} threads with {extensions}" if task["platform"] == "cpu" else task["platform"]
+        shape = f"{task['rows']} rows of {task['length']}, {task['dtype']}, {where}"
         title = f"{size}: {shape}; median of {args.rounds} rounds of {steps} steps; load before {load:.1f}"
         console.print(format_table(title, workers))
         ours = {worker.contestant.architecture: worker for worker in workers if "difftx" in worker.contestant.name}

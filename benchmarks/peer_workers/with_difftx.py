@@ -35,7 +35,11 @@ def main() -> None:
         (completion,) = generate(models[0], [request], GREEDY)
         assert len(completion.tokens) == new, completion
 
-    serve(contestant.run, generate_tokens, count_parameters(config.model).total)
+    def peak_bytes() -> int:
+        return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+
+    parameters = count_parameters(config.model).total
+    serve(contestant.run, generate_tokens, parameters, None if task.platform == "cpu" else peak_bytes)
 
 
 main()

@@ -6,8 +6,9 @@ from worker import Task, serve
 
 
 def main() -> None:
-    """Serve the task: fields `model` (a config.json), `compile`, `rows`, `length`, `threads` and `optimizer`."""
+    """Serve the task, whose fields `model` (a config.json) and `compile` only this worker reads."""
     task = Task()
+    torch.set_default_device(task.platform)
     torch.set_num_threads(task.threads)
     torch.manual_seed(0)
     fields = {name: value for name, value in task.model.items() if name != "torch_dtype"}
@@ -23,12 +24,16 @@ def main() -> None:
     )
     rows = torch.randint(0, fields["vocab_size"], (256, task.length))
 
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(task.platform, torch.bfloat16, enabled=task.dtype == "bfloat16"):
+            return step_model(input_ids=batch, labels=batch, use_cache=False).loss
+
     def train(steps: int) -> None:
         model.train()
         loss = torch.zeros(())
         for _ in range(steps):
             batch = rows[torch.randint(0, len(rows), (task.rows,))]
-            loss = step_model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss = loss_of(batch)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_norm"])
@@ -50,7 +55,8 @@ def main() -> None:
         out = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **how, **lengths)
         assert out.shape[1] == prompt + new
 
-    serve(train, generate, sum(weight.numel() for weight in model.parameters()))
+    parameters = sum(weight.numel() for weight in model.parameters())
+    serve(train, generate, parameters, None if task.platform == "cpu" else torch.cuda.max_memory_allocated)
 
 
 main()

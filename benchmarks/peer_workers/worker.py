@@ -20,11 +20,16 @@ class Task:
             setattr(self, name, value)
 
 
-def serve(train: Callable[[int], object], generate: Callable[[int, int], object] | None, parameters: int) -> None:
+def serve(
+    train: Callable[[int], object],
+    generate: Callable[[int, int], object] | None,
+    parameters: int,
+    device_peak_bytes: Callable[[], int] | None = None,
+) -> None:
     """Take the first step, then do what the parent asks for: `train STEPS`, `generate PROMPT NEW`, or `memory`.
 
     `train` returns after the last of its steps is done, and `generate` after the last of NEW tokens that follow a
-    prompt of PROMPT tokens.
+    prompt of PROMPT tokens. `device_peak_bytes` returns the peak memory of the GPU, if there is one.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What libraries print must not mix with the answers.
@@ -37,7 +42,8 @@ def serve(train: Callable[[int], object], generate: Callable[[int, int], object]
     for line in sys.stdin:
         verb, *counts = line.split()
         if verb == "memory":
-            answer(peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+            resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            answer(peak_bytes=device_peak_bytes() if device_peak_bytes else resident)
             continue
         work = {"train": train, "generate": generate}[verb]
         assert work is not None

@@ -28,11 +28,10 @@ from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
 from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call, fold
-from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, TILE
+from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PAIR, PRODUCER, ROWS, TILE
 
 REGISTERS = tiles.Registers(softmax=240, producer=24)
 STAGES = 3  # Number of buffers of K and V. With two, P·V of a step would wait for a load that starts during this step.
-PAIR = 2  # CTAs of a cluster, and query tiles that share its loads.
 # Rescale the output of a row only if its maximum has grown by this factor of 2 since the last time. Until then, P is at
 # most 2^GROWTH, which loses no accuracy in floating point. FlashAttention-4 has the same threshold.
 GROWTH = 8.0
@@ -59,7 +58,7 @@ def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
     `interpret` is False, True or InterpretGPUParams. None interprets the kernel unless the target is a GPU.
     """
     length = q_BTHGd.shape[1]
-    pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window, multiple=PAIR)
+    pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window)
     out_BTHE, out2_BTHE, lse_BHGT = _forward_call(
         pad(q_BTHGd),
         pad(k_BSKGd),
@@ -92,13 +91,10 @@ def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
     return dq_BTHGd[:, :length], dk_BSKGd[:, :length], dv_BSKE[:, :length], -delta2_BTH
 
 
-def _whole_tiles(q_shape, segment_ids_BT, *, window, multiple=1):
-    """Return a function that pads arrays to whole tiles, the marks (inputs of the mask), and both `tile_ranges`.
-
-    The number of tiles is a multiple of `multiple`.
-    """
+def _whole_tiles(q_shape, segment_ids_BT, *, window):
+    """Return a function that pads arrays to whole pairs of tiles, the marks (inputs of the mask), and `tile_ranges`."""
     batch, length = q_shape[:2]
-    count = math.ceil(length / (TILE * multiple)) * multiple
+    count = math.ceil(length / (TILE * PAIR)) * PAIR
     pad = functools.partial(pad_to, length=count * TILE, axis=1)
     marks_BXT = jnp.broadcast_to(jnp.arange(count * TILE, dtype=jnp.int32), (batch, 1, count * TILE))
     if segment_ids_BT is not None:
@@ -127,14 +123,9 @@ def _forward_call(  # noqa: C901 - Nested functions count.
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = cta.sequence, cta.head
         kv_head = lax.div(head, group)
-        q_tile_of_pair = q_tiles - PAIR * (1 + cta.tile)  # Query tiles with the most keys start first.
-        q_tile = q_tile_of_pair + lax.axis_index("pair")
-        queries = tiles.rows_of(q_tile)
-        # Both CTAs visit the key tiles that any of them needs, since they load them together.
-        first = lax.min(keys_gmem[sequence, q_tile_of_pair, 0], keys_gmem[sequence, q_tile_of_pair + 1, 0])
-        full, diagonal = keys_gmem[sequence, q_tile, 1] - first, q_tile - first  # In steps of the loop below.
+        visit = tiles.visit_of(cta, keys_gmem, q_tiles)
+        queries, steps = tiles.rows_of(visit.q_tile), visit.steps
         hide = functools.partial(tiles.hide, marks_gmem.at[sequence], window=window, queries_in_rows=True)
-        steps = tiles.at_least_one(q_tile_of_pair + PAIR - first)
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():  # noqa: C901 - Nested functions count.
@@ -147,7 +138,7 @@ def _forward_call(  # noqa: C901 - Nested functions count.
 
             def softmax(i, logits, maximum, total):
                 """Return P of tile i, the factors by which the output shrinks, and the maxima and sums of its rows."""
-                logits = hide(logits, MASKED, q_tile, first + i, needed=(i < full) | (i >= diagonal))
+                logits = hide(logits, MASKED, visit.q_tile, visit.first + i, needed=visit.needs_mask(i))
                 of_tile = logits.max(axis=1) * logit_scale
                 new_maximum = jnp.where(of_tile > maximum + GROWTH, of_tile, maximum)
                 rescale = jnp.exp2(maximum - new_maximum)
@@ -237,16 +228,16 @@ def _forward_call(  # noqa: C901 - Nested functions count.
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
             tiles.set_registers(REGISTERS.producer)
-            load_for_pair = functools.partial(plgpu.copy_gmem_to_smem, collective_axes="pair")
 
             @pl.loop(0, steps)
             def _(i):
-                slot, keys = lax.rem(i, STAGES), tiles.rows_of(first + i)
+                slot, keys = lax.rem(i, STAGES), tiles.rows_of(visit.first + i)
                 pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barriers.k_free.at[slot]))
                 for m in range(GROUPS):
-                    load_for_pair(k_gmem.at[sequence, keys, kv_head, m], k_smem.at[slot, m], barriers.k_ready.at[slot])
+                    tile_gmem = k_gmem.at[sequence, keys, kv_head, m]
+                    tiles.load_for_pair(tile_gmem, k_smem.at[slot, m], barriers.k_ready.at[slot])
                 pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barriers.v_free.at[slot]))
-                load_for_pair(v_gmem.at[sequence, keys, kv_head], smem.v.at[slot], barriers.v_ready.at[slot])
+                tiles.load_for_pair(v_gmem.at[sequence, keys, kv_head], smem.v.at[slot], barriers.v_ready.at[slot])
 
     out = jax.ShapeDtypeStruct((batch, length, heads, value_width), dtype)
     lse = jax.ShapeDtypeStruct((batch, heads, GROUPS, length), jnp.float32)
@@ -256,7 +247,7 @@ def _forward_call(  # noqa: C901 - Nested functions count.
         kernel,
         *(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
         grid=(batch, heads, q_tiles // PAIR),
-        cluster={"pair": PAIR},
+        pairs=True,
         row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V, which are as wide as two of K1.
         out_type=(out, out, lse),
         buffers={
@@ -271,9 +262,8 @@ def _forward_call(  # noqa: C901 - Nested functions count.
             "q_ready": plgpu.Barrier(num_barriers=GROUPS),  # One per group.
             "k_ready": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),  # One arrival per group.
             "v_ready": plgpu.Barrier(num_barriers=STAGES),
-            # Both CTAs write to both of their buffers, so they wait for each other's warpgroups.
-            "k_free": plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=STAGES, num_arrivals=GROUPS),
-            "v_free": plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=STAGES, num_arrivals=GROUPS),
+            "k_free": tiles.PairBarrier(num_barriers=STAGES, num_arrivals=GROUPS),
+            "v_free": tiles.PairBarrier(num_barriers=STAGES, num_arrivals=GROUPS),
             "softmax_done": plgpu.Barrier(num_arrivals=GROUPS),
             "out2_ready": plgpu.Barrier(),
         },

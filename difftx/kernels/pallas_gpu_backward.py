@@ -24,10 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from difftx.kernels import pallas_gpu_tiles as tiles
-from difftx.kernels.pallas_gpu_tiles import COLUMNS, GROUPS, LOG2_E, MATRIX, PRODUCER, STAGES, TILE, WARPGROUPS
+from difftx.kernels.pallas_gpu_tiles import COLUMNS, GROUPS, LOG2_E, MATRIX, PAIR, PRODUCER, TILE, WARPGROUPS
 
 LSE, DELTA = 0, 1  # Indices along X in `stats`.
 
+STAGES = 2  # Number of buffers of dO and V, and of Q in the dK/dV kernel at d > 64. At d = 128, a third does not fit.
 DKV_REGISTERS = tiles.Registers(softmax=152, producer=200)
 DQ_REGISTERS = tiles.Registers(softmax=184, producer=136)
 
@@ -223,21 +224,25 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
 
 
 def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested functions count.
-    """Compute dQ, with one CTA per (sequence, query head, query tile), which loops over its visible key tiles."""
+    """Compute dQ, with one CTA per (sequence, query head, query tile), which loops over its visible key tiles.
+
+    As in the forward pass, two CTAs share the loads of K and V, and a warpgroup computes the weights of the next tile
+    while the tensor cores multiply dS·K of this one.
+    """
     batch, length, heads, _, width = inputs.q_BTHGd.shape
     value_width, dtype = inputs.v_BSKE.shape[-1], inputs.q_BTHGd.dtype
     q_tiles, group = length // TILE, heads // inputs.k_BSKGd.shape[2]
     scale = width**-0.5
+    k_stages = STAGES + 1  # The logits of the next step are computed before K of this step is free.
 
-    def kernel(cta, gmem, keys_gmem, dq_gmem, smem, barriers):
+    def kernel(cta, gmem, keys_gmem, dq_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = cta.sequence, cta.head
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - cta.tile  # Query tiles with the most keys start first.
-        queries = tiles.rows_of(q_tile)
-        first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
+        visit = tiles.visit_of(cta, keys_gmem, q_tiles)
+        queries, steps = tiles.rows_of(visit.q_tile), visit.steps
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
-        steps = tiles.at_least_one(q_tile + 1 - first)
+        q_smem = smem.k.at[k_stages - 1]  # Q passes to registers before K of step k_stages - 1 is loaded here.
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
@@ -246,50 +251,76 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
             lse = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
             scaled_delta = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
             plgpu.barrier_wait(barriers.q_ready)
+            q = tiles.as_operand(plgpu.load(q_smem.at[warpgroup], layout=MATRIX), smem.q, warpgroup)
+            tiles.arrive_if(steps >= k_stages, barriers.k_free.at[k_stages - 1])
 
-            q = tiles.to_registers(smem.q.at[warpgroup], interpret)
+            def k_of(i):
+                return smem.k.at[lax.rem(i, k_stages), warpgroup]
+
+            def weights(i, logits):
+                """Return |W|·P of step i."""
+                p = jnp.exp2(logits * (scale * LOG2_E) - tiles.across(lse, logits))
+                return hide(p, 0.0, visit.q_tile, visit.first + i, needed=visit.needs_mask(i))
+
+            def wait_for_tiles(i):
+                """Wait for dP of step i and K of the next one."""
+                plgpu.barrier_wait(barriers.dp_ready.at[lax.rem(i, STAGES)])
+                pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(barriers.k_ready.at[lax.rem(i + 1, k_stages)]))
+
+            def ds_of(i, p):
+                slot = lax.rem(i, STAGES)
+                dp = plgpu.load(smem.dp.at[slot], layout=MATRIX)
+                tiles.arrive_if(i + STAGES < steps, barriers.dp_free.at[slot])
+                ds = (p * (dp * scale - tiles.across(scaled_delta, dp))).astype(dtype)
+                return tiles.as_operand(ds, smem.staging, warpgroup)
 
             def accumulate(dq_acc):
-                @pl.loop(0, steps)
-                def _(i):
-                    k_tile, slot, dp_slot = first + i, lax.rem(i, STAGES), lax.rem(i, 2)
-                    plgpu.barrier_wait(barriers.k_ready.at[slot])
-                    logits = tiles.product(q, smem.k.at[slot, warpgroup].T)
-                    p = jnp.exp2(logits * (scale * LOG2_E) - tiles.across(lse, logits))
-                    p = hide(p, 0.0, q_tile, k_tile, needed=(k_tile < full) | (k_tile == q_tile))
-                    plgpu.barrier_wait(barriers.dp_ready.at[dp_slot])
-                    dp = plgpu.load(smem.dp.at[dp_slot], layout=MATRIX)
-                    tiles.arrive_if(i + 2 < steps, barriers.dp_free.at[dp_slot])
-                    ds = (p * (dp * scale - tiles.across(scaled_delta, dp))).astype(dtype)
-                    ds = tiles.as_operand(ds, smem.staging, warpgroup)
-                    plgpu.wgmma(dq_acc, ds, smem.k.at[slot, warpgroup])
-                    plgpu.wgmma_wait(0)
-                    tiles.arrive_if(i + 1 < steps, barriers.k_free.at[slot])
+                def step(i, p):
+                    ds = ds_of(i, p)
 
+                    def run(logits_acc):
+                        plgpu.wgmma(logits_acc, q, k_of(i + 1).T)
+                        plgpu.wgmma(dq_acc, ds, k_of(i))
+                        next_logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)  # dS·K is still in flight.
+                        next_p = weights(i + 1, next_logits)
+                        wait_for_tiles(i + 1)  # It ends a basic block, as in the forward kernel.
+                        plgpu.wgmma_wait(0)
+                        return next_p
+
+                    next_p = pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32))
+                    tiles.arrive_if(i + k_stages < steps, barriers.k_free.at[lax.rem(i, k_stages)])
+                    return next_p
+
+                plgpu.barrier_wait(barriers.k_ready.at[0])
+                p = weights(0, tiles.product(q, k_of(0).T))
+                wait_for_tiles(0)
+                p = lax.fori_loop(0, steps - 1, step, p)
+                plgpu.wgmma(dq_acc, ds_of(steps - 1, p), k_of(steps - 1))
+                plgpu.wgmma_wait(0)
                 return dq_acc[...]
 
             dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
             dq = flip_sign(dq, tiles.across(sign_bits(lse), dq))
-            tiles.write(dq, smem.q.at[warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
+            tiles.write(dq, smem.k.at[0, warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
             tiles.set_registers(DQ_REGISTERS.producer)
             for m in range(GROUPS):
-                plgpu.copy_gmem_to_smem(gmem.q_BTHGd.at[sequence, queries, head, m], smem.q.at[m], barriers.q_ready)
+                plgpu.copy_gmem_to_smem(gmem.q_BTHGd.at[sequence, queries, head, m], q_smem.at[m], barriers.q_ready)
             plgpu.copy_gmem_to_smem(gmem.dout_BTHE.at[sequence, queries, head], smem.dout, barriers.q_ready)
 
             def load_k(i):
-                slot = lax.rem(i, STAGES)
+                slot, keys = lax.rem(i, k_stages), tiles.rows_of(visit.first + i)
                 for m in range(GROUPS):
-                    k_gmem = gmem.k_BSKGd.at[sequence, tiles.rows_of(first + i), kv_head, m]
-                    plgpu.copy_gmem_to_smem(k_gmem, smem.k.at[slot, m], barriers.k_ready.at[slot])
+                    k_gmem = gmem.k_BSKGd.at[sequence, keys, kv_head, m]
+                    tiles.load_for_pair(k_gmem, smem.k.at[slot, m], barriers.k_ready.at[slot])
 
             def load_v(i):
-                slot = lax.rem(i, STAGES)
-                v_gmem = gmem.v_BSKE.at[sequence, tiles.rows_of(first + i), kv_head]
-                plgpu.copy_gmem_to_smem(v_gmem, smem.v.at[slot], barriers.v_ready.at[slot])
+                slot, keys = lax.rem(i, STAGES), tiles.rows_of(visit.first + i)
+                v_gmem = gmem.v_BSKE.at[sequence, keys, kv_head]
+                tiles.load_for_pair(v_gmem, smem.v.at[slot], barriers.v_ready.at[slot])
 
             @pl.loop(0, lax.min(steps, STAGES))
             def _(i):
@@ -301,43 +332,47 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
 
             @pl.loop(0, steps)
             def _(i):
-                slot, dp_slot = lax.rem(i, STAGES), lax.rem(i, 2)
+                slot = lax.rem(i, STAGES)
                 plgpu.barrier_wait(barriers.v_ready.at[slot])
                 dp = tiles.product(dout, smem.v.at[slot].T)
-                pl.when(i + STAGES < steps)(lambda: load_v(i + STAGES))
-                pl.when(i >= 2)(lambda: plgpu.barrier_wait(barriers.dp_free.at[dp_slot]))
-                smem.dp[dp_slot] = dp
+                tiles.arrive_if(i + STAGES < steps, barriers.v_free.at[slot])
+                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barriers.dp_free.at[slot]))
+                smem.dp[slot] = dp
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(barriers.dp_ready.at[dp_slot])
+                plgpu.barrier_arrive(barriers.dp_ready.at[slot])
 
-                @pl.when(i > 0)
-                def refill_k():
-                    plgpu.barrier_wait(barriers.k_free.at[lax.rem(i - 1, STAGES)])
-                    pl.when(i - 1 + STAGES < steps)(lambda: load_k(i - 1 + STAGES))
+                @pl.when(i + STAGES < steps)
+                def refill():
+                    plgpu.barrier_wait(barriers.v_free.at[slot])
+                    load_v(i + STAGES)
+                    plgpu.barrier_wait(barriers.k_free.at[lax.rem(i + STAGES, k_stages)])
+                    load_k(i + STAGES)
 
     return tiles.launch(
         "difftx_dq",
         kernel,
         inputs,
         keys_BN2,
-        grid=(batch, heads, q_tiles),
+        grid=(batch, heads, q_tiles // PAIR),
+        pairs=True,
         row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V.
         out_type=jax.ShapeDtypeStruct(inputs.q_BTHGd.shape, dtype),
         buffers={
-            "q": tiles.buffer((GROUPS, TILE, width), dtype),
             "dout": tiles.buffer((TILE, value_width), dtype),
-            "k": tiles.buffer((STAGES, GROUPS, TILE, width), dtype),
+            "k": tiles.buffer((k_stages, GROUPS, TILE, width), dtype),
             "v": tiles.buffer((STAGES, TILE, value_width), dtype),
-            "dp": tiles.buffer((2, TILE, TILE), jnp.float32),  # Double-buffered.
+            "dp": tiles.buffer((STAGES, TILE, TILE), jnp.float32),
+            "q": tiles.buffer((GROUPS, TILE, width), dtype) if interpret else None,
             "staging": tiles.buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
         },
         barriers={
             "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # Two copies of Q, one of dO.
-            "k_ready": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            "k_ready": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=k_stages),
             "v_ready": plgpu.Barrier(num_barriers=STAGES),
-            "k_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            "dp_ready": plgpu.Barrier(num_barriers=2),
-            "dp_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=2),
+            "k_free": tiles.PairBarrier(num_arrivals=GROUPS, num_barriers=k_stages),
+            "v_free": tiles.PairBarrier(num_barriers=STAGES),
+            "dp_ready": plgpu.Barrier(num_barriers=STAGES),
+            "dp_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
         },
         interpret=interpret,
     )

@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 from difftx.kernels import target
 
 TILE = 64  # Tokens in a tile. One wgmma computes 64 rows, and 64 values in bfloat16 fill a swizzled row of 128 bytes.
-STAGES = 2  # Number of buffers per array for TMA loads in the backward pass. At d = 128, a third does not fit.
+PAIR = 2  # CTAs of a cluster in the forward and the dQ kernel: two query tiles that share the loads of K and V.
 GROUPS = 2  # Number of groups of queries and keys. Each group has its own softmax.
 PRODUCER = 2  # Index of the producer warpgroup.
 WARPGROUPS = 3  # Warpgroups per CTA. A fourth would limit each thread to 128 registers at the start of the kernel.
@@ -34,6 +34,9 @@ HEAD_WIDTHS = (32, 64, 96, 128)  # Supported values of d. tests/compile/gpu_comp
 
 # CTAs that run at the same time should read arrays of at most this size. L2 has 50 MB. FlashAttention-3 uses 32 MB.
 L2_BYTES = 32 * 2**20
+
+# The barrier X_free of a buffer that both CTAs of a pair write: it opens when both CTAs have read their buffers.
+PairBarrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
 
 LOG2_E = 1.4426950408889634
 # MASKED replaces masked logits. LOWEST is the initial value of a row's running maximum. It is below every real logit,
@@ -173,40 +176,40 @@ def load_rows(ref):
 
 
 def hide(marks_gmem, values, hidden, q_tile, k_tile, *, needed, window, queries_in_rows):
-    """Replace values of masked token pairs in a tile by `hidden`, if the tile has any (`needed`)."""
+    """Replace values of masked token pairs in a tile by `hidden`, if the tile has any (`needed`).
 
-    def masked(values):
-        visible = _visible(marks_gmem, q_tile, k_tile, window=window, queries_in_rows=queries_in_rows)
-        return jnp.where(visible, values, hidden)
-
-    return lax.cond(needed, masked, lambda values: values, values)
-
-
-def _visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
-    """Return the mask of a query tile and a key tile, bool [TILE, TILE]: causal, same segment, inside the window.
-
-    `marks_gmem` holds the marks of one sequence in global memory. They are not staged in shared memory, because only
-    tiles on the diagonal and at the edges of windows and segments need a mask. The positions are read, too: an iota
-    would stay in registers during the loop, which spills 120 bytes in `dkv_call` at d = 128.
+    Positions and segments hide values one after the other, because both at once would spill registers in `dq_call`.
     """
+    for mark in range(marks_gmem.shape[0]):
+
+        def masked(values, mark=mark):
+            visible = _visible(marks_gmem.at[mark], mark, q_tile, k_tile, window, queries_in_rows)
+            return jnp.where(visible, values, hidden)
+
+        values = lax.cond(needed, masked, lambda values: values, values)
+    return values
+
+
+def _visible(mark_gmem, mark, q_tile, k_tile, window, queries_in_rows):
+    """Return the mask of a query tile and a key tile by one mark, bool [TILE, TILE].
+
+    Positions must be causal and inside the window, and segment ids equal. `mark_gmem` holds the mark of one sequence in
+    global memory. It is not staged in shared memory, because only tiles on the diagonal and at the edges of windows and
+    segments need a mask. The positions are read, too: an iota would stay in registers during the loop, which spills 120
+    bytes in `dkv_call` at d = 128.
+    """
+
+    def spread(tile, layout, axis):
+        values = plgpu.load(mark_gmem.at[rows_of(tile)], layout=layout, optimized=False)
+        return lax.broadcast_in_dim(values, (TILE, TILE), [axis])
+
     row_tile, column_tile = (q_tile, k_tile) if queries_in_rows else (k_tile, q_tile)
-
-    def rows_and_columns(mark):
-        def spread(tile, layout, axis):
-            values = plgpu.load(marks_gmem.at[mark, rows_of(tile)], layout=layout, optimized=False)
-            return lax.broadcast_in_dim(values, (TILE, TILE), [axis])
-
-        return spread(row_tile, ROWS, 0), spread(column_tile, COLUMNS, 1)
-
-    positions = rows_and_columns(POSITION)
-    q_position, k_position = positions if queries_in_rows else positions[::-1]
-    mask = k_position <= q_position
-    if window is not None:
-        mask = mask & (q_position - k_position < window)
-    if marks_gmem.shape[0] > SEGMENT:
-        row_ids, column_ids = rows_and_columns(SEGMENT)
-        mask = mask & (row_ids == column_ids)
-    return mask
+    rows_and_columns = spread(row_tile, ROWS, 0), spread(column_tile, COLUMNS, 1)
+    of_query, of_key = rows_and_columns if queries_in_rows else rows_and_columns[::-1]
+    if mark == SEGMENT:
+        return of_key == of_query
+    mask = of_key <= of_query
+    return mask if window is None else mask & (of_query - of_key < window)
 
 
 def tile_ranges(segment_ids_BT, *, batch, tiles, window):
@@ -254,7 +257,35 @@ class CTA(NamedTuple):
 
     sequence: Any
     head: Any
-    tile: Any  # If the grid has clusters, all CTAs of a cluster have the same value.
+    tile: Any  # With pairs, the index of the pair.
+
+
+class Visit(NamedTuple):
+    """The query tile of a CTA of a pair, and the steps in which it visits key tiles first, first + 1, ..."""
+
+    q_tile: Any
+    first: Any
+    full: Any  # Steps full..diagonal-1 need no mask.
+    diagonal: Any
+    steps: Any
+
+    def needs_mask(self, step):
+        """Return whether the mask hides keys in this step."""
+        return (step < self.full) | (step >= self.diagonal)
+
+
+def visit_of(cta, keys_gmem, q_tiles):
+    """Return the `Visit` of a CTA. Both CTAs of a pair visit the key tiles that any of them needs: they share loads."""
+    of_pair = q_tiles - PAIR * (1 + cta.tile)  # Query tiles with the most keys start first.
+    q_tile = of_pair + lax.axis_index("pair")
+    first = lax.min(keys_gmem[cta.sequence, of_pair, 0], keys_gmem[cta.sequence, of_pair + 1, 0])
+    full = keys_gmem[cta.sequence, q_tile, 1] - first
+    return Visit(q_tile, first, full, q_tile - first, at_least_one(of_pair + PAIR - first))
+
+
+def load_for_pair(gmem, smem, barrier):
+    """Start to load one half of a tile into the buffers of both CTAs of a pair. The other CTA loads the other half."""
+    plgpu.copy_gmem_to_smem(gmem, smem, barrier, collective_axes="pair")
 
 
 def grid_of(rows, tiles, *, row_bytes):
@@ -268,10 +299,10 @@ def grid_of(rows, tiles, *, row_bytes):
     return rows // group, tiles, group
 
 
-def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers, interpret, cluster=None):
+def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers, interpret, pairs=False):
     """Run `kernel(cta, *operands, *outputs, smem, barriers)` in each CTA of a grid (sequences, heads, tiles).
 
-    With `cluster`, {axis: CTAs}, each element of the grid is a cluster. The CTAs of a (sequence, head) read `row_bytes`
+    With `pairs`, each element of the grid is a cluster of two CTAs. The CTAs of a (sequence, head) read `row_bytes`
     together. `smem` and `barriers` are named tuples. Their fields are the keys of `buffers` and `barriers`.
     """
     sequences, heads, tiles = grid
@@ -289,8 +320,8 @@ def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers
         grid_names=("row_group", "tile", "row"),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
-        cluster=tuple((cluster or {}).values()),
-        cluster_names=tuple(cluster or {}),
+        cluster=(PAIR,) if pairs else (),
+        cluster_names=("pair",) if pairs else (),
         scratch_types=scratch,
         # No kernel reduces across warps, which would need scratch memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),

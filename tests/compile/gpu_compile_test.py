@@ -82,8 +82,7 @@ def compile_and_report(which, args, *, window, capfd, monkeypatch):
     jax.jit(attention).lower(*args).compile()
     text = "".join(capfd.readouterr())
     assert not SERIALISED.search(text), text
-    # Two CTAs of the forward kernel share their loads.
-    assert ("multicast::cluster" in text) == (which == "forward")
+    assert "multicast::cluster" in text  # Two CTAs of the forward and of the dQ kernel share their loads.
     names = re.findall(r"Compiling entry function '(\w+)_mosaic_gpu_kernel' for 'sm_90a'", text)
     registers = re.findall(r"Used (\d+) registers", text)
     # mosaic_gpu_{launch_kernel,build_kernel_spec}(kernel, grid x3, cluster x3, block = 384, 1, 1, shared memory, ...)
