@@ -103,7 +103,7 @@ def test_a_failed_read_of_offsets_is_no_corrupt_store(store, monkeypatch):
 
     opened = open_store(store, "train")
     monkeypatch.setattr("difftx.files.RETRY_SECONDS", (0.0,))
-    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr("difftx.files.open_file", fail)
     with pytest.raises(UnreadableError, match=r"00000\.offsets cannot be read: Input/output error"):
         _ = opened.offsets
     monkeypatch.undo()

@@ -359,7 +359,6 @@ def test_a_grid_may_name_the_fields_of_an_architecture():
         ("scaling.py", ["train.steps=10"], "train.steps is set twice"),
         ("scaling.py", ["seed=x"], "run seedx: train.seed='x': expected an integer"),
         ("scaling.py", ["train.seed=0", "data.seed=0,1", "data.path=a b,a_b"], "would be named"),
-        ("scalling.py", ["seed=0"], "Did you mean 'configs/scaling.py'"),
     ],
 )
 def test_a_mistake_in_the_grid_is_one_line(config, grid, message, tmp_path):
