@@ -308,7 +308,7 @@ class HarnessConfig(Group):
     `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
     include_path: flag.Location[affects.Evaluation[str | None]] = None
     """Folder of lm-eval YAML files that define further tasks."""
-    ruler_lengths: affects.Evaluation[NonEmptyUnique[tuple[int, ...]]] = (4096,)
+    ruler_lengths: affects.Evaluation[NonEmptyUnique[tuple[Positive[int], ...]]] = (4096,)
     """Lengths of the prompts of RULER's tasks ("ruler", "niah_single_1", …) in tokens, with the tokens to generate.
     Requires the extra "ruler"."""
     ruler_path: flag.Location[affects.Evaluation[str | None]] = None
