@@ -257,7 +257,7 @@ class LoggingConfig(Group):
 
     every_steps: affects.Nothing[Positive[int]] = 10
     """Number of steps between rows of `metrics.jsonl`."""
-    attention_logits_every_steps: affects.Rounding[Positive[int] | None] = None
+    attention_logits_every_steps: affects.Nothing[Positive[int] | None] = None
     """Number of steps between rows with `largest_logits`: the largest attention logit of each layer, head and group (A1
     and A2). It must be a multiple of `every_steps`. None: no such rows."""
     trackers: affects.Nothing[Unique[tuple[str, ...]]] = ("tensorboard",)

@@ -57,8 +57,9 @@ def load_tasks(settings: HarnessConfig, tokenizer: Tokenizer) -> tuple[Any, dict
     check_suites(["harness"])
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Otherwise lm-eval logs every default and override.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Otherwise lm-eval forks, which JAX's threads do not survive.
-    for field in ("data_path", "include_path", "ruler_path"):
-        if (path := getattr(settings, field)) is not None and not Path(path).is_dir():
+    paths = {"data_path": settings.data_path, "include_path": settings.include_path, "ruler_path": settings.ruler_path}
+    for field, path in paths.items():
+        if path is not None and not Path(path).is_dir():
             raise UserError(f"eval.harness.{field}={path}: no such folder")
     manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=False)
     if not {name for name in settings.tasks if not ruler.is_task(name)} <= set(manager.all_tasks):
