@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from conftest import replace
 from flax import nnx
-from helpers.cases import marked
 from helpers.evals_params import one_device
 from helpers.model_layers import batch_on
 from jax import P
@@ -180,8 +179,9 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("matmul", PRECISIONS)
-@pytest.mark.parametrize(("name", "sizes", "fields"), marked(CASES, fast=CASES[:2]))
+@pytest.mark.parametrize(("name", "sizes", "fields"), CASES)
 def test_a_step_on_a_mesh_is_that_of_one_device_and_counts_the_same_flops(config, mesh_of, matmul, name, sizes, fields):
     c, found = config(name, model__matmul=matmul, **fields), []
     # On one device, nothing is recomputed.

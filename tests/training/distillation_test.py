@@ -90,6 +90,7 @@ def test_a_teacher_equal_to_the_model_gives_zero_and_weight_0_the_usual_loss(mes
     jax.tree.map(np.testing.assert_array_equal, grads, plain_grads)
 
 
+@pytest.mark.long
 def test_the_step_has_the_gradient_of_the_teachers_distribution(config, mesh_of):
     """With itself as its teacher, a model does not move. With weight 0, it takes the usual step. Sharded 2 × 2."""
     mesh = mesh_of(fsdp=2, tensor=2)

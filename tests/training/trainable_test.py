@@ -34,9 +34,10 @@ def count(tree):
     ("options", "trains"),
     [
         ({"train__trainable": "blocks/attention/lambda_*"}, lambda name: "lambda_" in name),
-        (
+        pytest.param(
             {"train__trainable": "blocks/mlp/up_DF,embedding_VD", "optimizer__name": "muon", "train__ema_decay": 0.9},
             lambda name: name in ("blocks/mlp/up_DF", "embedding_VD"),
+            marks=pytest.mark.long,
         ),
         ({"train__lora_rank": 3, "train__accumulation": 2}, lambda name: name.startswith("lora/")),
     ],
@@ -57,6 +58,7 @@ def test_frozen_leaves_keep_their_bits_and_have_no_moments(config, mesh_of, opti
         jax.tree.map(lambda p, mean: np.testing.assert_allclose(mean, p, rtol=0.3, atol=0.1), state.params, state.ema)
 
 
+@pytest.mark.long
 def test_no_gradient_of_frozen_parameters_is_computed(config, mesh_of):
     """No matrix product of the compiled step has the shape of a frozen weight, which its gradient would have."""
 
@@ -128,6 +130,7 @@ def test_adapters_equal_merged_weights_and_new_ones_change_nothing(config, mesh_
         np.testing.assert_allclose(found[name][0], w + 2 * np.tensordot(a, b, axes=1), atol=1e-6)
 
 
+@pytest.mark.long
 def test_adapters_are_sharded_like_their_weights(config, mesh_of):
     c, mesh = config(train__lora_rank=4), mesh_of(**MESH)
     with jax.set_mesh(mesh):
