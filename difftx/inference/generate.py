@@ -93,6 +93,8 @@ def check(lm: LanguageModel, request: Request, name: str) -> None:
     prompt, new, context_length = len(request.prompt), request.new_tokens, lm.context_length
     if not prompt:
         raise UserError(f"{name} is empty; give it at least one token")
+    if (token := max(request.prompt)) >= lm.config.model.embeddings:
+        raise UserError(f"{name} has token id {token}, but the model has only {lm.config.model.embeddings} embeddings")
     if prompt >= context_length:
         raise UserError(
             f"{name} has {prompt} tokens, and the model's context data.sequence_length={context_length}; shorten it"
