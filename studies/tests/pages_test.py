@@ -43,7 +43,7 @@ def test_the_readme_is_up_to_date_with_the_runs_and_the_summary():
 def test_templates_contain_no_results(template):
     """Results have three decimals. The prose has such numbers only from an audit, whose record contains them."""
     text = re.sub(r"`[^`]*`|^    .*$|\{\{.*?\}\}|arXiv \S+", "", template.read_text(), flags=re.MULTILINE)
-    text = re.sub(r"## Other published comparisons.*?\n## ", "", text, flags=re.DOTALL)  # Results that others published.
+    text = re.sub(r"## Other published comparisons.*?\n## ", "", text, flags=re.DOTALL)
     text = text.replace(str(SIGNIFICANT), "")
     audited = re.findall(r"\d\.\d{2,}", AUDIT.read_text())
     assert set(re.findall(r"\d\.\d{2,}", text)) <= set(audited)
