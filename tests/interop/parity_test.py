@@ -174,7 +174,7 @@ def test_the_page_on_python_trains_an_export_with_trainer(tmp_path, monkeypatch,
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     (code,) = blocks("python.md", "py")
     names = {}
-    exec(code.replace('report_to="none"', 'report_to="none", logging_steps=1'), names)
+    exec(code.replace("max_steps=10", "max_steps=10, logging_steps=1"), names)
     losses = [row["loss"] for row in names["trainer"].state.log_history if "loss" in row]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 0.1
