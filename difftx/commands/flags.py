@@ -20,7 +20,7 @@ from difftx.config import Config
 from difftx.config.build import annotation_of, parse_text
 from difftx.config.fields import Positive, marks, options, types_of
 from difftx.config.recipes import is_json, load_config, recipe_names
-from difftx.config.synonyms import field_named, flag_named
+from difftx.config.synonyms import field_named
 from difftx.errors import UserError, closest
 from difftx.files import matching_folders, require_local_paths, require_run, require_writable_file
 from difftx.registry import load_extensions
@@ -99,9 +99,9 @@ class Parser(argparse.ArgumentParser):
         flags = {flag[2:]: flag for flag in self._option_string_actions if flag.startswith("--")}
         prefix = "--config." if "config" in self.fields else "--"
         fields = {field: prefix + field for field, _ in marks(Config) if self._changes(field)}
-        flag, field = flag_named(name), field_named(name)
+        field = field_named(name)
         same = [spelled for one, spelled in fields.items() if one.rpartition(".")[2] == name]
-        meant = flags.get(flag or name) or fields.get(field or name) or " or ".join(sorted(same, key=len)[:3])
+        meant = flags.get(name) or fields.get(field or name) or " or ".join(sorted(same, key=len)[:3])
         if not argument.startswith("-") and not (meant and "=" in argument):
             return UserError(f"{argument!r} belongs to no flag; quote a value that has spaces, and write a list as a,b")
         known = {one.rpartition(".")[2]: spelled for one, spelled in fields.items()} | fields | flags

@@ -34,8 +34,7 @@ def load_config(spec: str, overrides: Mapping[str, Any]) -> Config:
     Any other file has a config in JSON, such as the `config.json` of a run.
     """
     if is_json(spec):
-        content = Path(spec).read_bytes() if spec.startswith("/dev/") else None  # A pipe can be read only once.
-        return override(config_from_dict(read_json(path_of("--config", spec), content)), overrides)
+        return override(config_from_dict(read_json(path_of("--config", spec))), overrides)
     path, argument = split_spec(spec)
     module = _import_recipe(path)
     changes = parsed(overrides)  # Before the recipe, which may take seconds. Its file may have added groups.
@@ -69,8 +68,8 @@ def is_name(text: str) -> bool:
 
 
 def is_json(spec: str) -> bool:
-    """Return whether a `spec` is a file with a config in JSON. It may be a pipe, such as /dev/stdin."""
-    return spec.endswith(".json") or spec.startswith("/dev/")
+    """Return whether a `spec` is a file with a config in JSON."""
+    return spec.endswith(".json")
 
 
 def recipe_names() -> list[str]:

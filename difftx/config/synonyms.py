@@ -1,4 +1,4 @@
-"""Names of config fields and flags in other trainers: Hugging Face, MaxText, nanoGPT, levanter, torchtitan."""
+"""Names of config fields in other trainers: Hugging Face, MaxText, nanoGPT, levanter, torchtitan."""
 
 from difftx.config import Config
 from difftx.config.fields import marks
@@ -53,21 +53,6 @@ SYNONYMS = {
     "logging.every_steps": "logging_steps log_interval log_period log_freq",
     "logging.trackers": "report_to wandb enable_wandb wandb_log wandb_project tensorboard mlflow trackio",
 }
-
-
-# Flag of a command → names that newcomers bring.
-FLAG_SYNONYMS = {
-    "config": "recipe config_file config_name config_path",
-    "workdir": "model model_path checkpoint ckpt resume output_dir run_dir out_dir save_dir logdir",
-    "suite": "suites task tasks",
-    "prompt": "text input_text",
-    "new_tokens": "max_new_tokens max_tokens max_length num_tokens",
-}
-
-
-def flag_named(name: str) -> str | None:
-    """Return the flag of a command that another trainer calls `name`."""
-    return next((flag for flag, names in FLAG_SYNONYMS.items() if name in names.split()), None)
 
 
 def field_named(name: str) -> str | None:

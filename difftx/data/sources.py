@@ -116,7 +116,7 @@ def _load(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[R
     if path is not None and path.startswith(SYNTHETIC):
         return SyntheticRows(path, config, "train"), SyntheticRows(path, config, "valid"), []
     train_store, valid_store = load_corpus(path, config, tokenizer)
-    notes = [] if isinstance(train_store, ShardedStore) else _uneven_split(path, train_store, valid_store, config)
+    notes = []
     if (longer_than := config.upsampling.longer_than_tokens) is not None:
         train_store = UpsampledStore(train_store, longer_than_tokens=longer_than, share=config.upsampling.share)
         # Documents are left out as a whole, so a small store may become shorter than a row.
@@ -127,19 +127,6 @@ def _load(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[R
         padding = 1 - train.tokens / (len(train) * train.sequence_length)
         notes.append(f"packed into {len(train):,} rows, {padding:.2%} of them padding")
     return train, valid, notes
-
-
-def _uneven_split(path: str | None, train: TokenStore, valid: TokenStore, config: DataConfig) -> list[str]:
-    """Return a note if far more of a text is held out than `data.valid_fraction`: its documents are few or uneven."""
-    share, fraction = len(valid) / (len(train) + len(valid)), config.valid_fraction
-    if share <= 2 * fraction and not share > 0.5 > fraction:
-        return []
-    held_out, rest = (len(store.offsets) - 1 for store in (valid, train))
-    return [
-        f"data.path={path!r}: {held_out} of {held_out + rest} documents held out for validation, with {share:.0%} of "
-        f"the tokens, although data.valid_fraction={fraction}; give more files of similar size, another "
-        "data.valid_fraction, or a validation file of its own (difftx prepare --valid_input)"
-    ]
 
 
 def pack(store: TokenStore, config: DataConfig) -> PackedRows:

@@ -146,10 +146,8 @@ def encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise UserError(f"{where}: line {number} is not a token in base64 and its id ({error})") from error
-    if len(set(ranks.values())) != len(ranks) or min(ranks.values(), default=0) < 0:
-        raise UserError(f"{where}: two tokens have one id, or an id is negative")
-    if missing := [value for value in range(256) if bytes([value]) not in ranks]:
-        raise UserError(f"{where}: no token for byte {missing[0]}, so not every text can be encoded")
+    if not {bytes([value]) for value in range(256)} <= ranks.keys():
+        raise UserError(f"{where}: some bytes have no token, so not every text can be encoded")
     special_tokens = {END_OF_TEXT: max(ranks.values()) + 1}
     return tiktoken.Encoding(path.stem, pat_str=CL100K_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
 

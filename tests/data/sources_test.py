@@ -131,18 +131,3 @@ def test_one_path_is_one_source(config, text_file):
     assert list(sources.valid) == ["valid"]
     assert sources.epochs(len(sources.train["train"])) == {"train": 1.0}
     assert sources.notes == ()
-
-
-def test_a_split_that_leaves_little_to_train_on_is_reported(config, tmp_path):
-    """The file is split after 64 KiB. Depending on the first line, the hash holds out the short or the long part."""
-    path = tmp_path / "text.txt"
-    data = dataclasses.replace(config().data, path=str(path), sequence_length=LENGTH)
-    path.write_text("b\n" + "line\n" * 13_500)
-    assert load_sources(data, ENCODING).notes == ()
-    path.write_text("a\n" + "line\n" * 13_500)
-    [note] = load_sources(data, ENCODING).notes
-    assert f"data.path='{path}': 1 of 2 documents held out for validation, with 97% of the tokens" in note
-    assert "data.valid_fraction=0.05; give more files" in note
-    for i in range(40):
-        (tmp_path / f"{i}.txt").write_text(f"{i}" * 500)
-    assert load_sources(dataclasses.replace(data, path=f"{tmp_path}/[0-9]*.txt"), ENCODING).notes == ()

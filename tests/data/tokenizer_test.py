@@ -49,8 +49,7 @@ def test_the_file_of_cl100k_base_gives_its_tokens(tmp_path):
     ("name", "change", "message"),
     [
         ("own", lambda lines: [*lines, b"YWI="], "line 257 is not a token in base64 and its id"),
-        ("own", lambda lines: [*lines, b"YWI= 7"], "two tokens have one id"),
-        ("own", lambda lines: lines[1:], "no token for byte 0"),
+        ("own", lambda lines: lines[1:], "some bytes have no token"),
         ("o200k_base", lambda lines: lines, "a pattern of its own; use data.tokenizer='o200k_base'"),
     ],
 )
