@@ -30,7 +30,7 @@ import numpy as np
 
 from difftx.kernels import reference, target, weight_functions, xla
 from difftx.kernels.backend import AttentionCall, Backend, Ranking, broadcast_to_tokens, per_shard
-from difftx.kernels.context import SequenceSharding, is_explicit_mesh
+from difftx.kernels.context import SequenceSharding
 from difftx.kernels.weight_functions import WeightFunction
 
 type Function = Literal["diff_attention", "attention", "weighted_attention"]
@@ -238,9 +238,6 @@ def attend(
         weight_argument = jnp.asarray(weight_argument)
         _check_broadcastable(function, weight_argument, q_BTHGd)
         weight_argument = broadcast_to_tokens(weight_argument, q_BTHGd)
-    if 0 in q.shape[:2]:  # There are no rows, or no tokens in them. Backends require at least one token.
-        sharding = jax.P(*jax.typeof(q_BTHGd).sharding.spec[:3]) if is_explicit_mesh() else None
-        return jnp.zeros((*q.shape[:3], v_BSKE.shape[3]), v_BSKE.dtype, out_sharding=sharding)
     if function == "weighted_attention":
         backend = dataclasses.replace(backend, forward=functools.partial(backend.forward, weight_function))
     operands = q_BTHGd, k_BSKGd, v_BSKE, weight_argument, segment_ids_BT

@@ -16,14 +16,10 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as private
 
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, difference
-
-try:
-    from jax._src.cudnn import fused_attention_stablehlo as private
-except ImportError:  # This JAX has moved the module, so only the public API works.
-    private = None  # pyrefly: ignore[bad-assignment]
 
 # Rows are padded to a multiple of this number of tokens, because cuDNN has returned NaN gradients for odd lengths, and
 # for odd multiples of 64 tokens (cudnn-frontend#160, pytorch#196678).
@@ -80,7 +76,6 @@ def unsupported(call: AttentionCall) -> str | None:
 def diff_attention_wide_values(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
     """Return causal (A1 - λ·A2)·V by two calls of JAX's private binding, one per group, without padded widths."""
     assert segment_ids_BT is None
-    assert private is not None  # Otherwise, `wide_values_unsupported` rejects the call.
     length, width = q_BTHGd.shape[1], q_BTHGd.shape[-1]
     out1_BTHE, out2_BTHE = (
         private.dot_product_attention(  # pyrefly: ignore[bad-index]
@@ -102,8 +97,6 @@ def wide_values_unsupported(call: AttentionCall) -> str | None:
         return reason
     if call.segment_ids_BT is not None:
         return "values wider than keys are untested with the dense mask that segments require"
-    if private is None:
-        return "this JAX has no jax._src.cudnn.fused_attention_stablehlo"
     if target.compute_capability()[0] != target.HOPPER:
         return f"values wider than keys require Hopper (compute capability 9.0), found {target.device_kind()}"
     if call.v.shape[-1] > _widest_head():
@@ -120,9 +113,6 @@ def checked_for_target(version: int) -> Iterator[None]:
 
     Otherwise JAX asks this machine's GPU and cuDNN whether they support a call, even if it compiles for other GPUs.
     """
-    if private is None:
-        yield
-        return
 
     def asked(capability: str) -> tuple[int, ...]:
         return tuple(map(int, capability.split(".")))
