@@ -70,8 +70,8 @@ def import_tokenizer(
     """Return the value of `data.tokenizer` for the model in `source`, the tokenizer, and a message for the user.
 
     The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, the tokenizer's files are
-    copied to `folder`, which is later renamed to `out`. If they cannot be read, the value is `name`. If `end_of_text`
-    is set, the files must be a tokenizer with this end-of-text token.
+    copied to `folder`, which is later renamed to `out`. If `end_of_text` is set, the files must be a tokenizer with
+    this end-of-text token.
     """
     settings = tokenizer_files.read_settings(source)
     if not has_tokenizer(source):
@@ -81,16 +81,7 @@ def import_tokenizer(
         return name, load_tokenizer(name, end_of_text=end_of_text), note
     if end_of_text is None and (known := known_tokenizer(source, settings, BYTES, name)):
         return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
-    try:
-        tokenizer = tokenizer_files.load_files(source, field="data.tokenizer", end_of_text=end_of_text)
-    except UserError as error:  # Such as a missing library, or no end-of-text token.
-        if end_of_text is not None:
-            raise
-        note = (
-            f"tokenizer: not imported: {error}. data.tokenizer={name!r} stays, but its ids mean other text: generate "
-            "and evaluate by token ids only, or set data.tokenizer to the model's tokenizer"
-        )
-        return name, load_tokenizer(name), note
+    tokenizer = tokenizer_files.load_files(source, field="data.tokenizer", end_of_text=end_of_text)
     _copy_files(tokenizer, folder / COPY)
     kept = f"{out}/{COPY}"
     return kept, tokenizer, f"tokenizer: copied, data.tokenizer={kept!r}{_other_ends(source, tokenizer)}"

@@ -216,6 +216,8 @@ def _spans(tokens: int, window: int | None, sharding: SequenceSharding | None) -
 def chunks(
     segment_ids_BS: jax.Array | None,
     sharding: SequenceSharding | None,
+    groups: int = 1,
+    /,
     *,
     queries: slice = slice(None),
     **arrays_BT: jax.Array | None,
@@ -224,13 +226,13 @@ def chunks(
 
     `queries` selects a part of the queries. One array must be "q". The result also has the positions of the queries in
     their rows, "position" `[N, C]`, and "segment" `[N, B, C]` if there are segment ids. A chunk has at most
-    `CHUNK_WEIGHTS` pairs of tokens.
+    `CHUNK_WEIGHTS` / `groups` pairs of tokens.
     """
     present = {name: x_BT for name, x_BT in arrays_BT.items() if x_BT is not None}
     T = present["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices
     position_T = (jnp.arange(T) if sharding is None else sharding.positions(T))[queries]
-    size = min(position_T.size, max(1, CHUNK_WEIGHTS // keys))
+    size = min(position_T.size, max(1, CHUNK_WEIGHTS // (keys * groups)))
     count = -(-position_T.size // size)
 
     def in_chunks(x_BT: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ def matching_warning(config: Config) -> str | None:
         return None
     architecture, heads = ARCHITECTURES[model.architecture], heads_of(model)
     found, kv_heads = count_parameters(model), model.num_kv_heads
-    sizes = [
+    sizes: list[dict[str, Any]] = [
         {"num_kv_heads": transformers_kv_heads, "mlp_dim": mlp_dim}
         for transformers_kv_heads in (matched.num_kv_heads, kv_heads and kv_heads * architecture.replaced_heads)
         for mlp_dim in (matched.mlp_dim, model.mlp_dim)

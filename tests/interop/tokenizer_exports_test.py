@@ -150,9 +150,8 @@ def test_an_imported_tokenizer_needs_its_end_of_text(tmp_path):
     folder = FAMILIES["byte-level BPE"](tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()
     (run := tmp_path / "run").mkdir()
-    name, _, note = tokenizers.import_tokenizer(folder, run, run, "bytes", None)
-    assert name == "bytes"
-    assert "no file names its end-of-text token (eos_token); set data.end_of_text to its name" in note
+    with pytest.raises(UserError, match=r"no file names its end-of-text token \(eos_token\); set data\.end_of_text to"):
+        tokenizers.import_tokenizer(folder, run, run, "bytes", None)
     with pytest.raises(UserError, match="'none' is not in the vocabulary"):
         tokenizers.import_tokenizer(folder, run, run, "bytes", "none")
     name, tokenizer, note = tokenizers.import_tokenizer(folder, run, run, "bytes", "</s>")

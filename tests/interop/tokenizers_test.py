@@ -97,8 +97,6 @@ def test_different_tokenizer_is_not_recognised(tmp_path, change):
     raw = tokenizers.tokenizer_json(load_tokenizer(configured), configured)
     change(raw)
     (run := tmp_path / "run").mkdir()
-    name, _, note = tokenizers.import_tokenizer(with_json(tmp_path, raw), run, run, configured, None)
-    assert name == configured
-    assert note.startswith("tokenizer: not imported: data.tokenizer=")
-    assert f"data.tokenizer={configured!r} stays, but its ids mean other text" in note
+    with pytest.raises(UserError, match=r"^data\.tokenizer="):
+        tokenizers.import_tokenizer(with_json(tmp_path, raw), run, run, configured, None)
     assert not list(run.iterdir())
