@@ -1,21 +1,12 @@
-"""Logits, greedy text and token ids of the package transformers from a model folder, in float32 on the CPU."""
+"""Logits and greedy text of the package transformers from a model folder, in float32 on the CPU."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from difftx.data.tokenizer import Tokenizer
-from difftx.errors import RunError
 from difftx.interop import remote_code_config
 from difftx.interop.fields import CONFIG
-
-TEXTS = 100  # Texts of `PIECES` that are encoded in a comparison of tokenizers.
-PIECES = (
-    *("the", " and", "'LL", "Words", "12345", " 3.14", "?!", "</p>", "def f(x):\n    return x[0]", "--"),
-    *("\n", "\r\n", "  ", "\t", "\u00a0", "\u3000", "\u200b", "▁", "\x00", "\x1b[0m"),
-    *("é", "e\u0301", "ß", "ﬁ", "Ａ", "漢字", "العربية", "हिन्दी", "🙂", "👩\u200d👧", "\U0008e425"),
-)
 
 
 def load(folder: Path) -> Any:
@@ -54,24 +45,3 @@ def greedy(model: Any, prompts_BT: np.ndarray, length: int) -> np.ndarray:
     options = {"do_sample": False, "max_length": length, "pad_token_id": 0}  # nosec B105: a token of text, not a password
     with torch.no_grad():
         return model.generate(prompts, attention_mask=torch.ones_like(prompts), **options).numpy()
-
-
-def compare_tokenizer(folder: Path, tokenizer: Tokenizer) -> str:
-    """Compare token ids of `TEXTS` texts and the end-of-text token with transformers. Return the result as text.
-
-    Raise `RunError` if they differ. Texts begin with a letter, because transformers treats spaces at the beginning of a
-    text in its own way (docs/tokenizers.md).
-    """
-    import transformers
-
-    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # nosec B615
-    if theirs.eos_token_id != tokenizer.eot_token:
-        raise RunError(
-            f"the end-of-text token of transformers' tokenizer is {theirs.eos_token_id}, and that of difftx is "
-            f"{tokenizer.eot_token}; nothing was written"
-        )
-    for choice in np.random.default_rng(0).integers(len(PIECES), size=(TEXTS, 12)):
-        text = "a" + "".join(PIECES[i] for i in choice)
-        if theirs(text, split_special_tokens=True)["input_ids"] != tokenizer.encode_prompt(text):
-            raise RunError(f"transformers' tokenizer encodes {text!r} differently from difftx's; nothing was written")
-    return f"verified: the token ids of {TEXTS} texts are equal"

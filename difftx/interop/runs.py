@@ -293,8 +293,6 @@ def export_run(
         if verify:
             config = checkpoint.config if bits is None else checkpoint.config.but(model={"matmul": f"{bits}_weights"})
             lines.append(compare_logits(folder, checkpoint.manifest, config, part))
-            if tokenizers.has_tokenizer(folder):
-                lines.append(in_transformers.compare_tokenizer(folder, open_tokenizer(checkpoint)[1]))
         return lines
 
     return read_checkpoint(run, step, read_config(run.workdir), export, flag="--input", part=part)

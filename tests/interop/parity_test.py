@@ -133,7 +133,6 @@ def test_a_trained_run_scores_the_same_loss_in_transformers(tmp_path, monkeypatc
     )
     assert "verified: logits of 320 tokens differ from transformers' by at most" in said
     assert "the greedy text of 5 prompts is equal" in said
-    assert "verified: the token ids of 100 texts are equal" in said
 
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     model = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
