@@ -88,7 +88,10 @@ class CachedObject:
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes `start` … `stop - 1`. Raise `UserError` if the object does not have the blocks of the hashes."""
         first = start // BLOCK_BYTES
-        blocks = {block: self._cached(block) for block in range(first, block_count(stop))}
+        blocks = {
+            block: self._cache.read(self._slot + block)[: self._size - block * BLOCK_BYTES]  # The last one is shorter.
+            for block in range(first, block_count(stop))
+        }
         pauses = iter((0.0, *objects.REREAD_SECONDS))
         while wrong := [b for b, found in blocks.items() if xxhash.xxh3_64_intdigest(found) != self._hashes[b]]:
             if (pause := next(pauses, None)) is None:
@@ -100,9 +103,6 @@ class CachedObject:
             time.sleep(pause)
             blocks |= self._fetched(wrong)
         return memoryview(b"".join(blocks.values()))[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
-
-    def _cached(self, block: int) -> bytes:
-        return self._cache.read(self._slot + block)[: self._size - block * BLOCK_BYTES]  # The last block is shorter.
 
     def _fetched(self, blocks: list[int]) -> Iterator[tuple[int, bytes]]:
         """Read blocks, which may be wrong, from the bucket into the cache. Yield the number and content of each."""
