@@ -76,12 +76,6 @@ def test_a_model_trains_and_is_evaluated(run, tmp_path):
     assert 0 < result["numbers"]["loss"] < 6
 
 
-def test_a_sweeps_run_starts_without_prctl(run):
-    """Only on Linux, tethered.py sets the parent-death signal and checks the parent, which is 0 here."""
-    tethered = ROOT / "difftx" / "launch" / "tethered.py"
-    assert run(tethered, 0, sys.executable, "-c", "print('trains')") == "trains\n"
-
-
 @pytest.mark.long
 def test_without_fcntl_one_line_names_the_supported_platforms(tmp_path):
     code = "import sys; sys.modules['fcntl'] = None; from difftx.__main__ import entry; entry()"

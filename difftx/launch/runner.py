@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import json
-import os
 import re
 import shlex
 import signal
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -35,10 +33,8 @@ from difftx.training.metrics import read_newest_metrics
 from difftx.training.resume import changed_fields
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
-TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
 BUCKET_REFRESH_SECONDS = 60.0  # Each refresh costs requests, and a run pushes its metrics every few minutes.
-PLAIN_LINE_SECONDS = 60.0
 PLAIN_WIDTH = 160  # Width in characters of a table in a file or a pipe, enough for an error message.
 # Beginning of a log line with the reason for a failure. JAX may print a note after it, so it may not be the last line.
 REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
@@ -133,8 +129,8 @@ class RunStatus:
 class Sweep:
     """Trains runs one after another, each in its own process, and keeps `sweep.json` up to date.
 
-    A terminal shows a live table of the runs. A file or pipe gets a line for each change of state and once per minute,
-    and the table at the end.
+    A terminal shows a live table of the runs. A file or pipe gets a line for each change of state, and the table at the
+    end.
     """
 
     def __init__(self, points: Sequence[SweepPoint], out: AnyPath, description: Mapping[str, Any]):
@@ -150,7 +146,6 @@ class Sweep:
         # No automatic refresh, because its thread would be unsafe while the sweep starts processes.
         console = rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         self._live = rich.live.Live(self._table(), console=console, auto_refresh=False)
-        self._printed = time.monotonic()
         self._stopping = False
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -206,7 +201,7 @@ class Sweep:
                 log.flush()
                 begin = log.tell()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", str(TETHERED), str(os.getpid()), *command],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -232,13 +227,11 @@ class Sweep:
 
     def _show(self, status: RunStatus, *, is_new_state: bool = False) -> None:
         self._live.update(self._table(), refresh=True)
-        now = time.monotonic()
-        if not sys.stdout.isatty() and (is_new_state or now - self._printed > PLAIN_LINE_SECONDS):
+        if is_new_state and not sys.stdout.isatty():
             name, state, steps, train, valid, rate, left, error = status.cells()
             losses = train and f"train loss {train}", valid and f"valid loss {valid}"
             numbers = *losses, rate and f"{rate} tokens/s", left and f"{left} left"
             print(*filter(None, (name, state, steps, *numbers, error)), sep="  ", flush=True)
-            self._printed = now
 
     def _table(self) -> rich.table.Table:
         table = rich.table.Table()
