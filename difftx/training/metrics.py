@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from difftx.config import LoggingConfig
-from difftx.errors import RunError
 from difftx.files import UNLOCKED, Owner
 from difftx.json_files import JsonLines, parse_json_lines
 from difftx.training.lambda_range import LAMBDA_SPLIT
@@ -58,7 +57,6 @@ class MetricsWriter:
         self.path = folder / "metrics.jsonl"
         self.attempt = 0
         self.events: list[dict[str, Any]] = []  # Rows of `EVENTS` that were in the file at the start.
-        self._is_cut = False
         self._file: BinaryIO | None = None
         if not enabled:
             return
@@ -72,9 +70,7 @@ class MetricsWriter:
             number=self.attempt,
             start_step=start_step,
             config=run_config,
-            is_continuous=not self._is_cut,
             history=lambda: self._history(start_step),
-            owner=owner,
         )
         self._trackers = start_trackers(config.trackers, attempt)
 
@@ -85,14 +81,8 @@ class MetricsWriter:
         numbers = {name: _plain(value) for name, value in values.items()}
         row = {"split": split, "step": step, "attempt": self.attempt, **numbers}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        try:
-            if self._file.write(line) != len(line):  # A full disk may shorten a write without an error.
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise RunError(
-                f"{self.path.parent}: the numbers of step {step} could not be written: {error.strerror}; make room, "
-                "then run the same command again"
-            ) from error
+        if self._file.write(line) != len(line):  # A full disk may shorten a write without an error.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         self._trackers.call("log", step, _scalars(row))
 
     def close(self) -> None:
@@ -108,8 +98,6 @@ class MetricsWriter:
                 self.events.append(row)
             if row is not None and (row["step"] <= start_step or row["split"] in EVENTS):
                 yield row
-            else:
-                self._is_cut = self._is_cut or row is not None
         self.attempt += 1
 
     def _history(self, start_step: int) -> Iterator[tuple[int, dict[str, float]]]:

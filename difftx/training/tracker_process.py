@@ -55,7 +55,7 @@ def _wandb(options: Options) -> Started | None:
         wandb.login(verify=False)
         return None
     run = wandb.init(
-        **{key: options[key] for key in ("project", "id", "name", "group", "config", "dir")},
+        **{key: options[key] for key in ("project", "id", "name", "config", "dir")},
         resume="allow",
         settings={"console": "off", "x_stats_pid": options["pid"]},
     )
@@ -71,7 +71,6 @@ def _trackio(options: Options) -> Started | None:
     run: Any = trackio.init(
         options["project"],
         name=f"{options['name']}-{options['id']}",
-        group=options["group"],
         config=options["config"],
         resume="allow",
         embed=False,
@@ -92,8 +91,7 @@ def _mlflow(options: Options) -> Started | None:
         losses = mlflow.MlflowClient().get_metric_history(run_id, "train/loss")
         next_step = 1 + max((loss.step for loss in losses), default=-1)
     else:
-        tags = {"difftx": options["id"], "difftx.group": options["group"]}
-        mlflow.start_run(run_name=options["name"], tags=tags)
+        mlflow.start_run(run_name=options["name"], tags={"difftx": options["id"]})
         groups = {name: group if isinstance(group, dict) else {"": group} for name, group in options["config"].items()}
         mlflow.log_params({f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()})
     finish = lambda is_end: mlflow.end_run("FINISHED" if is_end else "FAILED")  # noqa: E731

@@ -25,7 +25,6 @@ from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import RecordWriter
 
 from difftx.errors import RunError, UserError, printable, require_extra
-from difftx.files import Owner, read_file
 from difftx.registry import Registry
 from difftx.training.tracker_process import FINISH_SECONDS
 
@@ -47,24 +46,7 @@ class Attempt:
     number: int  # 1 for the first attempt.
     start_step: int
     config: Mapping[str, Any] | None
-    is_continuous: bool  # Whether the attempt starts after the last row of the earlier attempts, so that none was cut.
     history: Callable[[], Iterable[Row]]  # The rows of earlier attempts up to `start_step`.
-    owner: Owner
-
-    @functools.cached_property
-    def series(self) -> int:
-        """The number of the first attempt whose curve this attempt continues, recorded in `trackers.json`.
-
-        Trackers accept a step once, or draw it twice. After rows were cut, a new series begins.
-        """
-        path, found = self.folder / "trackers.json", None
-        if self.is_continuous:
-            with contextlib.suppress(ValueError, LookupError, TypeError):
-                found = json.loads(read_file(path) or b"")["series"]
-        if not isinstance(found, int):
-            found = self.number
-            self.owner.write(path, json.dumps({"series": found}) + "\n")
-        return found
 
 
 class Trackers:
@@ -135,18 +117,17 @@ class TensorBoard:
 class PackageTracker:
     """A run in the service or the files of a package. The package runs in another process.
 
-    Packages change how a process ends, and may wait for a network. One run has the rows of all attempts of a series.
+    Packages change how a process ends, and may wait for a network. One run has the rows of all attempts. It accepts a
+    step once, so that it keeps the first row of a step that is trained again.
     """
 
     def __init__(self, attempt: Attempt, project: str, *, package: str):
         """Start the process, which first gets the rows of earlier attempts, and skips those that the run has."""
         is_bucket = "://" in attempt.address
-        name = "-".join(PurePosixPath(attempt.address).parts[-2:])[-100:]
         options = {
             **_options(package, project, check=False),
-            "id": f"{attempt.run_id}-{attempt.series}",
-            "name": name if attempt.series == 1 else f"{name}-{attempt.series}",
-            "group": name,
+            "id": attempt.run_id,
+            "name": "-".join(PurePosixPath(attempt.address).parts[-2:])[-100:],
             "config": attempt.config,
             # The local folder of a run in a bucket is deleted at the end.
             "dir": tempfile.gettempdir() if is_bucket else str(attempt.folder),
