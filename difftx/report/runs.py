@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -17,8 +17,7 @@ from difftx.json_files import read_json
 from difftx.model.flops import flops_per_token
 from difftx.registry import require_extensions
 from difftx.run_files import pulled
-from difftx.training.checkpoint.manifest import read_manifest, steps_in
-from difftx.training.checkpoint.reading import open_checkpoint
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config, read_run_manifest
 
@@ -40,12 +39,16 @@ class RunRecord:
 
     name: str  # Short name, unique among the runs that are read together.
     workdir: Path  # Local folder with the small files of the run (`pulled`).
-    config: Config  # Config of the newest checkpoint. Fields that do not affect its numbers are from config.json.
-    steps: int  # Number of steps that config.json sets.
+    config: Config  # Content of config.json.
     manifest: dict[str, Any]  # Contents of manifest.json.
     rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
     results: Results  # Results of all suites, without those that `outdated` lists.
     outdated: list[tuple[str, int]]  # (Suite, step) of results whose weights are not those of the step's checkpoint.
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the whole training."""
+        return self.config.train.steps
 
     @property
     def tokens(self) -> int:
@@ -194,26 +197,9 @@ def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
     return results, outdated
 
 
-def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Mapping[str, Any]) -> Config:
-    """Return the config of the newest readable checkpoint, or `run_config`, that of config.json, if there is none.
-
-    Raise `UserError` if an extension has changed since that checkpoint or, without one, since `manifest` of the run.
-    """
-    for step in reversed(steps_in(workdir / "checkpoints")):
-        folder = workdir / "checkpoints" / str(step)
-        try:
-            checkpoint = read_manifest(folder)
-        except UserError:  # `difftx checkpoint verify` reports the reason.
-            continue
-        require_extensions(checkpoint.extensions, str(folder))
-        with contextlib.suppress(UserError):
-            return open_checkpoint(checkpoint, run_config).config
-    require_extensions(manifest["extensions"], f"--workdir={workdir}")
-    return run_config
-
-
 def _read_run(workdir: Path, name: str) -> RunRecord:
-    run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
+    config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
+    require_extensions(manifest["extensions"], f"--workdir={workdir}")
     rows, _ = read_metrics(path)  # Without invalid lines, such as a half-written one.
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
@@ -221,8 +207,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
     return RunRecord(
         name=name,
         workdir=workdir,
-        config=_config_of_newest_checkpoint(workdir, run_config, manifest),
-        steps=run_config.train.steps,
+        config=config,
         manifest=manifest,
         rows=rows,
         results=results,

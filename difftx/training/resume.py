@@ -97,13 +97,7 @@ class RunState:
         step = decision.step
         del self.train  # The start of the run may need its memory.
         if not decide_on_primary(lambda: step in checkpointer.steps()):
-            start = _initial(self.run, checkpointer)
-            if start.source_weights != self.source_weights:
-                raise UserError(
-                    f"checkpoint.init_from={config.checkpoint.init_from}: has other weights than at the start of this "
-                    "run, so the run cannot return to its start; use a new --workdir"
-                )
-            start.save(wait=True)
+            _initial(self.run, checkpointer).save(wait=True)
         if is_primary():
             # A run that is killed in between resumes from an older checkpoint and reaches the same bad steps again.
             owner, folder = self.run.owner, checkpointer.folder
@@ -185,12 +179,9 @@ def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_c
         )
     valid = run.data.valid_fingerprints
     for change in signature_changes(loader_state["valid"], valid):
-        # The workdir of a branch has no results of earlier steps.
-        has_best = run.config.checkpoint.keep_best is not None and not is_branch
-        best = ", and checkpoint.keep_best compares only later ones" if has_best else ""
         print_on_primary(
             f"changed since the checkpoint: validation set {change} (allowed, but losses on it up to step {step} "
-            f"cannot be compared with later ones{best})"
+            "cannot be compared with later ones)"
         )
     if allow_config_change:
         loader_state = loader_state | {"signature": run.data.signature}
@@ -263,8 +254,6 @@ def _report_changes(
             verdict = "safe" if safe else "not safe"
             if change.field == "train.steps" and new.optimizer.schedule != "constant":
                 verdict = f"allowed; the learning rate may jump, because it now follows {new.train.steps} steps"
-            elif change.field.startswith("eval.") and new.checkpoint.keep_best is not None:
-                verdict = "safe; checkpoint.keep_best compares only results with equal settings of its suite"
             print_on_primary(f"changed since the checkpoint: {text} ({verdict})")
         if not safe:
             (data_fields if is_data else refused).append(text)

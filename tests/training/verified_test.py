@@ -314,18 +314,6 @@ def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
         start("b", checkpoint__init_from=tmp_path / "a")
 
 
-def test_another_setting_of_the_suites_is_printed_with_its_effect_on_the_best_checkpoint(start, capsys):
-    start("a", save=True)
-    for keep_best in ({}, {"checkpoint__keep_best": "loss/loss", "eval__every_steps": 1}):
-        capsys.readouterr()
-        start("a", eval__loss_tokens=64, **keep_best)
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if "eval.loss_tokens" in line)
-        end = (
-            "safe; checkpoint.keep_best compares only results with equal settings of its suite" if keep_best else "safe"
-        )
-        assert line.endswith(f" → 64 ({end})")
-
-
 def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, tmp_path, capsys, monkeypatch):
     start("a", save=True)
     assert start("a")[1] == 1
