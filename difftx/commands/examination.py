@@ -25,11 +25,10 @@ from difftx.files import require_writable
 from difftx.kernels import api
 from difftx.kernels.backend import Ranking
 from difftx.launch import health
-from difftx.launch.jobs import GRACE_SECONDS
 from difftx.launch.topology import take_gpu_memory
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads
-from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
+from difftx.model.flops import flops_per_token, format_bytes
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
 from difftx.storage.paths import AnyPath, is_bucket
@@ -205,17 +204,6 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
         "tokens_per_second": speed,
         "save_seconds": save_seconds,
     }
-    if jax.default_backend() != "cpu":
-        peak, reached = PEAK_FLOPS.get(findings.devices["kind"]), findings.devices["matmul_flops"]
-        if peak is not None and config.model.compute_dtype != "float32" and reached < peak / 2:
-            slow = f"matrix products reach {reached / peak:.0%} of the data sheet; look for other processes"
-            findings.advice.append(slow)
-    if (stopping := fitted.train.global_batch_tokens / speed + save_seconds) > GRACE_SECONDS:
-        findings.advice.append(
-            f"a step and a save take about {stopping:,.0f} s, but jobs end {GRACE_SECONDS} s after the signal of a "
-            "preemption, without a checkpoint; raise the time in the job file, write to faster storage, or lower "
-            "checkpoint.every_steps"
-        )
 
 
 def show(findings: Findings) -> None:

@@ -22,7 +22,6 @@ from difftx.storage.paths import scheme_of
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 120  # Time between the signal of a preemption and the end of a job, in the templates.
-MAX_NAME_CHARACTERS = 40  # Maximum length of a JobSet's name: a pod's host name adds suffixes, up to 63 characters.
 JINJA = jinja2.Environment(  # nosec B701
     undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
 )
@@ -169,10 +168,7 @@ def _values(launcher: Launcher, point: SweepPoint, out: str, settings: Mapping[s
         if launcher.quote is _yaml:
             # Kubernetes requires lower-case letters, digits and hyphens, of which a letter comes first (RFC 1035).
             label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
-            values["label"] = label = label if label[:1].isalpha() else f"run-{label}"
-            if len(label) > MAX_NAME_CHARACTERS:
-                limit = f"a job's name has at most {MAX_NAME_CHARACTERS} characters"
-                raise UserError(f"run {point.name}: {limit}; vary fewer fields")
+            values["label"] = label if label[:1].isalpha() else f"run-{label}"
     shell = shlex.join(command)
     if launcher.quote is _yaml:
         shell = shell.replace("$", "$$")  # Kubernetes expands $(NAME) in a container's arguments, and replaces $$ by $.

@@ -192,12 +192,10 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
         other, published = different[0], fields if distributed.global_state.process_id in (0, different[0]) else {}
         everywhere = exchange(f"fields of {what}", lambda: published, timeout_seconds)
         old, new = everywhere[0], everywhere[other]
-        first, *rest = [name for name in old | new if old.get(name) != new.get(name)]
+        first = next(name for name in old | new if old.get(name) != new.get(name))
         who = f"process {other} of {len(summaries)} ({summaries[other][1]})"
-        others = f" and {len(different) - 1} more" if different[1:] else ""
-        more = f" (and {len(rest)} more fields)" if rest else ""
-        difference = f"{first}={shown(new.get(first))}, but process 0 has {shown(old.get(first))}{more}"
-        raise UserError(f"{who}{others}: {difference}; start every process with the same command, packages and data")
+        difference = f"{first}={shown(new.get(first))}, but process 0 has {shown(old.get(first))}"
+        raise UserError(f"{who}: {difference}; start every process with the same command, packages and data")
     return made[0]
 
 

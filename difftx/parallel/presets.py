@@ -62,10 +62,9 @@ def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) ->
         )
     context, slices = config.mesh.context, config.mesh.slices
     if context < 1 or devices % (context * slices):  # A preset leaves no devices to a `mesh.context` of -1.
-        axis, size, whole = ("slices", slices, devices) if devices % slices else ("context", context, devices // slices)
         raise UserError(
             f"mesh.context={context}, mesh.slices={slices}: these sizes do not multiply to a divisor of the {devices} "
-            f"devices here; set mesh.{axis}={largest_divisor_up_to(size, whole)}"
+            "devices here; set both to 1"
         )
     tensor = preset.tensor if devices % (preset.tensor * context) == 0 else 1
     per_slice = devices // (tensor * context * slices)

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 
-import jax
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
 from helpers.command_server import commands
@@ -156,44 +155,21 @@ def test_speeds_and_credentials_of_a_bucket(bucket, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "matmul_flops", "advice"),
+    ("changes", "storage", "problem"),
     [
-        ("NVIDIA H200", 900e12, []),
-        ("NVIDIA H200", 247e12, ["matrix products reach 25% of the data sheet; look for other processes"]),
-        ("NVIDIA L40S", 1e12, []),  # Its peak is unknown.
-    ],
-)
-def test_a_slow_gpu_is_named(kind, matmul_flops, advice, examined, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    fields = {"model.compute_dtype": "bfloat16", "mesh.preset": "auto"}
-    found = examined(fields, storage={"write": 1e9}, kind=kind, matmul_flops=matmul_flops)
-    assert found.advice == advice
-    assert found.config["tokens_per_second"] > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "storage", "problem", "advice"),
-    [
-        ({}, {"write": 1e9, "free_bytes": 10**9}, None, None),
+        ({}, {"write": 1e9, "free_bytes": 10**9}, None),
         (  # The run saves after steps 2, 4 and 6.
             {"checkpoint.every_steps": "2", "checkpoint.keep": "2"},
             {"write": 1e9, "free_bytes": 10**5},
             r"3 checkpoints of \d+ KiB exceed the 97.7 KiB that are free in /here; make room",
-            None,
         ),
-        (  # The space in a bucket is not limited.
-            {},
-            {"write": 100.0},
-            None,
-            r"a step and a save take about \S+ s, but jobs end 120 s after the signal of a preemption",
-        ),
+        ({}, {"write": 100.0}, None),  # The space in a bucket is not limited.
     ],
 )
-def test_space_and_time_of_checkpoints(changes, storage, problem, advice, examined):
-    found = examined(changes, storage={"folder": "/here"} | storage)
-    for pattern, lines in ((problem, found.problems), (advice, found.advice)):
-        assert len(lines) == (pattern is not None), lines
-        assert all(re.match(pattern, line) for line in lines), lines
+def test_space_of_checkpoints(changes, storage, problem, examined):
+    lines = examined(changes, storage={"folder": "/here"} | storage).problems
+    assert len(lines) == (problem is not None), lines
+    assert all(re.match(problem, line) for line in lines), lines
 
 
 @pytest.mark.parametrize(
