@@ -16,7 +16,7 @@ from difftx.data.bigrams import write_bigrams
 from difftx.data.store import SPLITS, file_problems, open_store, read_meta, shard_file
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import list_folder, open_file, require_local_paths, require_writable_file
+from difftx.files import open_file, require_local_paths, require_writable_file
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
@@ -58,10 +58,6 @@ def verify(folder: AnyPath) -> None:
     problems = []
     for split in SPLITS:
         problems += file_problems(folder, meta, split, content=True)
-        shards = meta["splits"][split]["shards"]
-        known = {shard_file(folder, split, i, kind) for i, shard in enumerate(shards) for kind in shard["sha256"]}
-        others = {folder / split / name for name in list_folder(folder / split)} - known
-        problems += [f"{file}: does not belong to this store" for file in sorted(others)]
     if problems:
         print(*map(printable, problems), sep="\n")
         raise UserError(f"{folder}: {len(problems)} problems, the first: {problems[0]}")

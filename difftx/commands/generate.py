@@ -80,8 +80,6 @@ def _check(options: argparse.Namespace) -> None:
         if options.prompts is None:
             raise UserError(f"--out={options.out} requires --prompts; the completion of --prompt is printed")
         require_file_path("--out", options.out)
-    if "" in options.stop:
-        raise UserError("--stop='' is empty; give a text")
 
 
 def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Buffer, Callable, Iterable, Iterator
 from typing import Any
 
-from difftx.errors import UnreadableError, UserError
+from difftx.errors import UnreadableError
 from difftx.storage import objects
 from difftx.storage.paths import BucketPath
 
@@ -32,10 +32,7 @@ def map_ahead[Item, Result](read: Callable[[Item], Result], items: Iterable[Item
 
 
 def open_object(path: BucketPath) -> io.BufferedReader:
-    """Open an object for reading. Raise `FileNotFoundError` if it is absent.
-
-    A read raises `UserError` if another process has replaced the object since the first read.
-    """
+    """Open an object for reading. Raise `FileNotFoundError` if it is absent."""
     found = objects.describe(path)
     if found is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -48,7 +45,6 @@ class ObjectReader(io.RawIOBase):
     def __init__(self, path: Any, size: int):
         self.name = str(path)
         self._path, self._size, self._position = path, size, 0
-        self._generation: bytes | None = None
 
     def readable(self) -> bool:
         return True
@@ -76,7 +72,4 @@ class ObjectReader(io.RawIOBase):
         if found is None or len(found.content) != stop - start:
             why = f"it has fewer than {stop} bytes, or was deleted; run the same command again"
             raise UnreadableError(f"{self._path} cannot be read: {why}")
-        if self._generation not in (None, found.generation):
-            raise UserError(f"{self._path}: changed while it was read; run the same command again")
-        self._generation = found.generation
         return found.content

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import rich
 
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
 from difftx.files import resolved
@@ -22,7 +21,7 @@ from difftx.parallel.heartbeat import Monitor
 from difftx.parallel.multihost import Interrupt, Notice, barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.progress import Advance, Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.goodput import Goodput, format_goodput
+from difftx.training.goodput import Goodput
 from difftx.training.guards import Guard
 from difftx.training.lambda_range import LAMBDA_SPLIT, LambdaRange, lambda_warning
 from difftx.training.metrics import MetricsWriter, read_newest_metrics
@@ -212,17 +211,8 @@ class Training:
             suites = self._config.eval.suites if state.guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
             self._run.owner.check()
-            try:
-                params = merged(state.train.params, self._config.train)
-                results = self._evaluate_suites(self._run, params, step, suites, work, weights)
-            except Exception:
-                # A restart from an earlier checkpoint would fail at the same evaluation again, so save this step. With
-                # several processes, those that have not failed still wait in the evaluation and cannot take part.
-                if jax.process_count() == 1 and state.guard.last_step_is_good:
-                    state.save(wait=True)
-                    saved = "the evaluation failed; its checkpoint is saved, so a restart continues after it"
-                    display.note(f"step {step}: {saved}")
-                raise
+            params = merged(state.train.params, self._config.train)
+            results = self._evaluate_suites(self._run, params, step, suites, work, weights)
         self._monitor.beat(step)
         for suite, result in results.items():
             self._writer.write("valid", step, {"suite": suite, **result.numbers})
@@ -275,8 +265,10 @@ class Training:
         row = self._write_goodput()
         self._writer.close()
         self._checkpointer.close()
-        if is_primary() and code is not None:
-            rich.print(format_goodput(row))
+        if code is not None:
+            print_on_primary(
+                f"wall time of the run: {row['wall_seconds']:,.0f} s, {row['goodput']:.1%} in training steps"
+            )
         return code
 
     def _write_goodput(self) -> dict[str, float]:

@@ -69,7 +69,6 @@ def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
         (["--prompts=no/such.jsonl"], "--prompts=no/such.jsonl: cannot be read"),
         (["--prompt=a", "--out=b"], "--out=b requires --prompts"),
         (["--prompt=a", "--new_tokens=0"], "--new_tokens=0 must be positive"),
-        (["--prompt=a", "--stop="], "--stop=''"),
         (["--prompt=a", "--top_p=2"], "top_p=2.0 must be"),
         (["--prompt=a", "--mash.fsdp=2"], r"Did you mean --mesh\.fsdp\?"),
         (["--prompt=a"], "no config.json there"),

@@ -1,14 +1,11 @@
 """Wall time of a run by section, measured with a fake clock that the tests advance."""
 
-import io
-
 import pytest
-import rich.console
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.config import LoggingConfig
-from difftx.training.goodput import SECTIONS, Goodput, format_goodput
+from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.metrics import MetricsWriter, read_metrics
 
 QUIET = LoggingConfig(every_steps=1, trackers=())
@@ -125,16 +122,3 @@ def test_any_order_of_sections_adds_up(events):
     row = goodput.row()
     assert {name: row[f"{name}_seconds"] for name in SECTIONS} == pytest.approx(expected)
     assert row["wall_seconds"] == pytest.approx(clock.now - 1000.0) == pytest.approx(sum(expected.values()))
-
-
-def test_table_shows_seconds_and_shares(tmp_path):
-    clock = Clock()
-    attempt = Attempt(clock, tmp_path, 0)
-    attempt.train(2)
-    console = rich.console.Console(file=io.StringIO(), width=80)
-    console.print(format_goodput(attempt.goodput.row()))
-    lines = {line.split("│")[1].strip(): line for line in console.file.getvalue().splitlines() if "│" in line}
-    assert set(lines) == {*SECTIONS.values(), "all"}
-    assert "18.0" in lines["training steps"]
-    assert "72.0%" in lines["training steps"]
-    assert "25.0" in lines["all"]
