@@ -32,7 +32,6 @@ FIXES = {
     errno.EROFS: "use a path on a file system that can be written",
     **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), "delete it, or use another path"),
     **dict.fromkeys((errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL), "use another path"),
-    **dict.fromkeys((errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP), "use another path"),
 }
 SPACE = (errno.ENOSPC, errno.EDQUOT)
 # Errors that may pass by themselves. They need no traceback, even if the operating system does not name the file.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from difftx.commands.flags import CountFlag, Parser, PathFlag, add_weights_flag
+from difftx.commands.flags import Parser, PathFlag, add_weights_flag
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.data.tokenizer_files import FILES
@@ -55,8 +55,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
     add_weights_flag(parser)
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="config of the new run")
-    size = "largest size of a safetensors file"
-    parser.add_argument("--shard_mib", action=CountFlag, default=SHARD_MIB, help=size)
     method = "make a differential model of a Transformer; see docs/differentialize.md"
     parser.add_argument("--differential", choices=METHODS, help=method)
     fold = "merge the adapters of LoRA into the weights of the new run; all formats except peft have merged weights"
@@ -102,9 +100,8 @@ def main(arguments: Sequence[str]) -> int:
         elif options.target == PEFT:
             lines = runs.export_adapters(Checkpoints(options.input), folder, step, part)
         elif config is None:
-            size = options.shard_mib * 2**20
-            form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
-            form |= {"verify": verify, "bits": options.quantize}
+            form: dict[str, Any] = {"step": step, "format_": options.target, "part": part}
+            form |= {"verify": verify, "bits": options.quantize, "shard_bytes": SHARD_MIB * 2**20}
             lines = runs.export_run(Checkpoints(options.input), folder, str(options.out), **form)
             if options.push:
                 read(step, functools.partial(_require_equal, folder))

@@ -40,15 +40,11 @@ class RunRecord:
     name: str  # Short name, unique among the runs that are read together.
     workdir: Path  # Local folder with the small files of the run (`pulled`).
     config: Config  # Content of config.json.
+    steps: int  # Number of steps that it sets.
     manifest: dict[str, Any]  # Contents of manifest.json.
     rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
     results: Results  # Results of all suites, without those that `outdated` lists.
     outdated: list[tuple[str, int]]  # (Suite, step) of results whose weights are not those of the step's checkpoint.
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of the whole training."""
-        return self.config.train.steps
 
     @property
     def tokens(self) -> int:
@@ -208,6 +204,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         name=name,
         workdir=workdir,
         config=config,
+        steps=config.train.steps,
         manifest=manifest,
         rows=rows,
         results=results,

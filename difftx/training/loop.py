@@ -211,8 +211,17 @@ class Training:
             suites = self._config.eval.suites if state.guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
             self._run.owner.check()
-            params = merged(state.train.params, self._config.train)
-            results = self._evaluate_suites(self._run, params, step, suites, work, weights)
+            try:
+                params = merged(state.train.params, self._config.train)
+                results = self._evaluate_suites(self._run, params, step, suites, work, weights)
+            except Exception:
+                # A restart from an earlier checkpoint would fail at the same evaluation again, so save this step. With
+                # several processes, those that have not failed still wait in the evaluation and cannot take part.
+                if jax.process_count() == 1 and state.guard.last_step_is_good:
+                    state.save(wait=True)
+                    saved = "the evaluation failed; its checkpoint is saved, so a restart continues after it"
+                    display.note(f"step {step}: {saved}")
+                raise
         self._monitor.beat(step)
         for suite, result in results.items():
             self._writer.write("valid", step, {"suite": suite, **result.numbers})

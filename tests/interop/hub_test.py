@@ -66,7 +66,7 @@ def test_a_model_is_imported_by_name_at_a_commit(hub_server, convert, tmp_path, 
 def test_an_export_is_pushed_to_a_private_repository(hub_server, convert, trained, tmp_path):
     for out in ("first", "second"):
         flags = ["--from=difftx", "--to=hf", f"--input={trained}", f"--out={tmp_path}/{out}", "--push=me/model"]
-        result = convert(*flags, *(["--shard_mib=1000"] if out == "first" else []))
+        result = convert(*flags)
         assert result.returncode == 0, result.stderr
         commit = hub_server.repositories["models", "me/model"]["branches"]["main"]
         assert result.stdout.splitlines()[-1] == f"pushed to {hub_server.endpoint}/me/model/tree/{commit}"

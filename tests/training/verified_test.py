@@ -314,7 +314,7 @@ def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
         start("b", checkpoint__init_from=tmp_path / "a")
 
 
-def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, tmp_path, capsys, monkeypatch):
+def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, capsys, monkeypatch):
     start("a", save=True)
     assert start("a")[1] == 1
     assert "validation" not in capsys.readouterr().out
@@ -326,11 +326,6 @@ def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, tm
         r"up to step 1 cannot be compared with later ones\)",
         line,
     )
-    # The results of the source of a branch are elsewhere.
-    for name, origin in (("b", {"checkpoint__branch_from": tmp_path / "a"}), ("a", {})):
-        start(name, checkpoint__keep_best="loss/loss", eval__every_steps=1, **origin)
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if "validation set" in line)
-        assert ("keep_best" in line) == (name == "a")
 
 
 @pytest.mark.long
