@@ -21,7 +21,6 @@ from difftx.storage.paths import scheme_of
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
-GRACE_SECONDS = 120  # Time between the signal of a preemption and the end of a job, in the templates.
 JINJA = jinja2.Environment(  # nosec B701
     undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
 )

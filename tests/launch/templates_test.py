@@ -18,7 +18,7 @@ from helpers.cases import marked
 
 from difftx.commands import sweep, train
 from difftx.errors import UserError
-from difftx.launch.jobs import GPU_XLA_FLAGS, GRACE_SECONDS, LAUNCHERS, TEMPLATES
+from difftx.launch.jobs import GPU_XLA_FLAGS, LAUNCHERS, TEMPLATES
 from difftx.storage.paths import LIBRARIES
 
 NAME = "diff-1.4b-seed0"
@@ -173,7 +173,7 @@ def test_the_slurm_script_requests_the_nodes_of_the_flags(write, tmp_path):
         "cpus-per-task": "12",
         "time": HOSTILE,
         "requeue": "",
-        "signal": f"TERM@{GRACE_SECONDS}",
+        "signal": "TERM@120",
     }
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert all(not line.startswith("#SBATCH") for line in lines[first_command:])  # sbatch ignores options after it.
@@ -287,7 +287,7 @@ def test_a_jobset_restarts_after_the_exit_codes_of_interruptions(launcher, stubs
 
     (group,) = job_set["spec"]["replicatedJobs"]
     job, pod = group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == GRACE_SECONDS
+    assert pod["terminationGracePeriodSeconds"] == 120  # As docs/operations.md says.
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy requires this value.
     assert pod["securityContext"]["fsGroup"] == USER
     assert pod["securityContext"]["runAsNonRoot"]
