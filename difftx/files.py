@@ -350,12 +350,26 @@ def stored(path: AnyPath) -> objects.Stored | None:
 
 
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
-    """Delete temporary files and folders of earlier processes on this host, or only those for the path `name`."""
+    """Delete temporary files and folders of killed processes on this host, or only those for the path `name`."""
     wanted = ".+" if name is None else re.escape(name)
-    temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.\d+")
+    temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
     for path in folder.iterdir():
-        if temporary.fullmatch(path.name):
+        found = temporary.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    """Return whether another process of this host has the id `process`."""
+    if process == os.getpid():  # A process of a restarted container may have had the same id.
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # Another user's process, or not a process id.
+        return True
+    return True
 
 
 def temporary_path(path: Path) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from difftx.errors import UnreadableError, UserError, import_extra
+from difftx.errors import RunError, UnreadableError, UserError, import_extra
 from difftx.storage.paths import glob_matcher
 from difftx.storage.reading import ObjectReader
 
@@ -107,7 +107,7 @@ def download(where: str, repository: str, revision: str | None, patterns: list[s
 
 
 def push(where: str, repository: str, folder: Path) -> str:
-    """Make a folder the content of a private repository. Return the address."""
+    """Make a folder the content of a private repository, and compare the checksums. Return the address."""
     api = library().HfApi()
     again = f"the folder is complete, so upload only: hf upload {repository} {folder} --private"
     with explained(where, repository, again=again):
@@ -118,6 +118,10 @@ def push(where: str, repository: str, folder: Path) -> str:
         commit = api.upload_folder(
             repo_id=repository, folder_path=folder, commit_message="difftx convert --push", delete_patterns="*"
         )
+        found = api.verify_repo_checksums(repository, revision=commit.oid, local_dir=folder)
+    missing = [path for path in found.missing_paths if path != ".gitattributes"]  # The hub writes this file.
+    if wrong := [*(each["path"] for each in found.mismatches), *found.extra_paths, *missing]:
+        raise RunError(f"{where}: {wrong[0]} is not on the hub as it is in the folder; {again}")
     return f"{api.endpoint}/{repository}/tree/{commit.oid}"
 
 

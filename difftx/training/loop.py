@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import rich
 
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
@@ -19,7 +20,16 @@ from difftx.files import resolved
 from difftx.model.attention import LARGEST_LOGITS
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
-from difftx.parallel.multihost import Interrupt, Notice, barrier, decide_on_primary, is_primary, print_on_primary
+from difftx.parallel.multihost import (
+    Interrupt,
+    Notice,
+    agree,
+    barrier,
+    decide_on_primary,
+    is_primary,
+    print_on_primary,
+    process_count,
+)
 from difftx.progress import Advance, Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
@@ -142,6 +152,7 @@ class Training:
                     self._writer.write("rewind", rewind["step"], rewind)
             run.owner.push()
         self._tracer = StepTracer(run.files, config.logging, enabled=is_primary())
+        require_equal_replicas(self._state.train.params, "start", self._barrier_timeout)
         attempt = f"attempt {self._writer.attempt}, from step {self._start} to {config.train.steps}"
         print_on_primary(f"{run.workdir}: {attempt}")
         self._write_goodput()
@@ -182,6 +193,7 @@ class Training:
             # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
             should_save = guard.last_step_is_good or (state.step == steps and guard.tripped is None)
             if should_save:
+                require_equal_replicas(state.train.params, "last checkpoint", self._barrier_timeout)
                 state.save(wait=True)
                 interrupt.ignores_signals = True
             self._checkpointer.wait()
@@ -233,6 +245,7 @@ class Training:
 
     def _save(self, reporter: "Reporter", *, rolling: bool = False) -> None:
         state, step = self._state, self._state.step
+        require_equal_replicas(state.train.params, f"checkpoint of step {step}", self._barrier_timeout)
         # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
@@ -283,6 +296,22 @@ class Training:
         row = self._goodput.row()
         self._writer.write("goodput", self._state.step, row)
         return row
+
+
+@jax.jit
+def _sum_of_bits(params: Any) -> jax.Array:
+    """Return the sum of float32 arrays as integers, modulo 2³². Each replica computes its own."""
+    return jnp.sum(jnp.stack([jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in jax.tree.leaves(params)]))
+
+
+def require_equal_replicas(params: Any, when: str, timeout_seconds: float) -> None:
+    """Wait for all processes, and raise `UserError` in all of them if they have different replicas of the parameters.
+
+    XLA assumes that replicas are equal, and never compares them.
+    """
+    if process_count() > 1:
+        sums = sorted({int(shard.data) for shard in _sum_of_bits(params).addressable_shards})
+        agree(when, lambda: sums, lambda sums: {f"weights at the {when}, sum of bits": sums}, timeout_seconds)
 
 
 class Reporter:
