@@ -1,5 +1,6 @@
 """Leftovers of killed processes, files of a run that are folders or unreadable, and files of JSON lines."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -75,11 +76,17 @@ def test_recipes_are_not_source_files(tmp_path):
 def test_new_folder_deletes_the_folder_of_a_killed_process(tmp_path):
     assert len(killed("folder", tmp_path / "out")) == 1
     host = platform.node()
-    for name in (".out.elsewhere.1", f".more.{host}.99999999"):  # Of another host, and for another folder.
+    # Leftovers of a process with this id before a restart, a running process, another host, and another folder.
+    for name in (
+        f".out.{host}.{os.getpid()}",
+        f".out.{host}.{os.getppid()}",
+        ".out.elsewhere.1",
+        f".more.{host}.99999999",
+    ):
         (tmp_path / name).mkdir()
     with new_folder(tmp_path / "out", "part") as folder:
         (folder / "all").touch()
-    assert names(tmp_path) == {"out", ".out.elsewhere.1", f".more.{host}.99999999"}
+    assert names(tmp_path) == {"out", f".out.{host}.{os.getppid()}", ".out.elsewhere.1", f".more.{host}.99999999"}
 
 
 def test_files_of_a_killed_process_are_deleted(tmp_path):

@@ -44,6 +44,7 @@ class HubServer(ThreadingHTTPServer):
         self.paused = threading.Event()
         self.resumed = threading.Event()
         self.uploads: dict[str, bytes] = {}
+        self.on_commit = lambda files: files  # What a commit makes of its files.
 
     def add(self, kind, name, files, *, private=False, branch="main"):
         """Add a commit with files, and return its hash. The branch then names it."""
@@ -191,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
                     files[value["path"]] = server.uploads[value["oid"]]
                 elif line["key"] == "deletedFile":
                     del files[value["path"]]
-            commit = server.add("models", found[1], files)
+            commit = server.add("models", found[1], server.on_commit(files))
             return self.reply(
                 200,
                 {"success": True, "commitOid": commit, "commitUrl": f"{server.endpoint}/{found[1]}/commit/{commit}"},

@@ -147,6 +147,7 @@ PUSHES = {
         {"commit/": 500},
         "(HTTP 500); the folder is complete, so upload only: hf upload me/bad",
     ),
+    "content": ("me/bad", {}, {"on_commit": broken}, "model.safetensors is not on the hub as it is in the folder; the"),
 }
 
 
@@ -156,7 +157,9 @@ def test_a_push_that_fails_ends_in_one_line(hub_server, convert, trained, tmp_pa
     name, flags, faults, message = PUSHES[case]
     hub_server.repositories.pop(("models", "me/bad"), None)
     hub_server.add("models", "me/public", {"README.md": b"# Card"})
-    hub_server.faults = dict(faults)
+    if change := faults.get("on_commit"):
+        hub_server.on_commit = lambda files: files | {"model.safetensors": change(files["model.safetensors"])}
+    hub_server.faults = {key: fault for key, fault in faults.items() if key != "on_commit"}
     flags = {"--from": "difftx", "--to": "hf", "--input": trained, "--out": tmp_path / "out"} | flags
     result = convert(*(f"{flag}={value}" for flag, value in flags.items()), f"--push={name}")
     assert result.returncode in (1, 2), result.stderr

@@ -179,3 +179,50 @@ def test_settings_of_jax_that_change_numbers_are_compared(started, own, differen
         assert [two.wait(process)[0] for process in (0, 1)] == [0, 0]
     else:
         assert f": {difference}; {HINT}" in errors(two)[0]
+
+
+# Without the comparison of settings. Process 1 then changes its replica of the weights in step 1 if its flag says so.
+REPLICAS = """
+import dataclasses, runpy, sys, jax, numpy
+from difftx.training import loop, run
+run.jax_settings = dict
+take_step, process = loop.Training._take_step, sys.argv[sys.argv.index("--process") + 1]
+def corrupted(x):
+    shards = [jax.device_put(numpy.asarray(s.data) + 1e-6, s.device) for s in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+def take_step_and_corrupt(self, reporter):
+    take_step(self, reporter)
+    if process == "1" and self._state.step == 1:
+        train = self._state.train
+        self._state.train = dataclasses.replace(train, params=jax.tree.map(corrupted, train.params))
+if sys.argv.pop(1) == "corrupt":
+    loop.Training._take_step = take_step_and_corrupt
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "own", "when", "steps"),
+    [
+        ("-", {"JAX_DEFAULT_PRNG_IMPL": "rbg"}, "start", []),
+        ("corrupt", {}, "checkpoint of step 2", []),
+        ("-", {}, None, [2, 3]),
+    ],
+)
+def test_replicas_of_the_weights_are_compared_at_the_start_and_before_each_save(started, script, own, when, steps):
+    two = started(
+        script=("-c", REPLICAS, script, "train.py"),
+        own_environment={1: own},
+        devices=2,
+        mesh__data=2,
+        train__steps=3,
+        checkpoint__every_steps=2,
+    )
+    if when is None:
+        assert [two.wait(process)[0] for process in (0, 1)] == [0, 0]
+    else:
+        line = rf"process 1 of 2 .*: weights at the {when}, sum of bits=\[\d+\], but process 0 has \[\d+\]; {HINT}"
+        assert all(re.search(line, text) for text in errors(two))
+    folder = two.metrics.parent / "checkpoints"
+    assert sorted(int(path.name) for path in folder.glob("[0-9]*")) == steps
