@@ -173,8 +173,7 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     """
 
     def fields() -> dict[str, Any]:
-        given = {name: value for name, value in vars(flags).items() if name not in OWN_FLAGS}
-        compared = {f"--{name}": str(x) if isinstance(x, os.PathLike) else x for name, x in given.items()}
+        compared = {f"--{name}": _comparable(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
@@ -190,6 +189,13 @@ def jax_settings() -> dict[str, str]:
     flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     settings = {**jax.config.values, **{f"XLA_FLAGS {name}": value for name, _, value in flags}}
     return {name: str(value) for name, value in settings.items() if not OWN_SETTINGS.search(name)}
+
+
+def _comparable(flag: Any) -> Any:
+    """Return a flag's value as JSON. Local paths become absolute, because processes may run in different folders."""
+    if isinstance(flag, os.PathLike):
+        return os.path.abspath(flag) if isinstance(flag, Path) else str(flag)
+    return flag
 
 
 def fit_to_devices(config: Config) -> Config:
