@@ -182,7 +182,8 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
         c = fitted.checkpoint
         kept = newest_and_every(c, range(c.every_steps, fitted.train.steps + 1, c.every_steps))
         # A run has the most checkpoints while it writes another one.
-        missing = len(kept) + 1 - len(steps_in(options.workdir / "checkpoints"))
+        most = len(kept) + 1 + (c.keep_best is not None) + (c.every_minutes is not None)
+        missing = most - len(steps_in(options.workdir / "checkpoints"))
         if missing * size > free:
             findings.problems.append(
                 f"{missing} checkpoints of {format_bytes(size)} exceed the {format_bytes(free)} that are free in "
