@@ -156,11 +156,11 @@ class JudgeConfig(Group):
     base_url: affects.Evaluation[str] = "https://api.openai.com/v1"
     """Address of an endpoint for chat completions. With a key, it must be https, or http to this machine."""
     key_variable: affects.Nothing[str | None] = "OPENAI_API_KEY"
-    """Name of the environment variable with the key. None: no key."""
+    """Name of the environment variable with the key, which ends in _KEY or _TOKEN. None: no key."""
     concurrency: affects.Nothing[Positive[int]] = 4
     """Largest number of simultaneous requests."""
     timeout_seconds: affects.Nothing[Positive[float]] = 120.0
-    """Longest time without data from the endpoint."""
+    """Time limit for a request, until its response is complete."""
     attempts: affects.Nothing[Positive[int]] = 8
     """Largest number of attempts to get a verdict."""
 

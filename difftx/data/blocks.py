@@ -68,7 +68,10 @@ class BlockCache:
 
     def read(self, slot: int) -> bytes:
         """Return the content of slot `slot` mod S, which may be anything, and shorter than a block."""
-        return os.pread(self._descriptor, BLOCK_BYTES, slot % self._slots * BLOCK_BYTES)
+        try:
+            return os.pread(self._descriptor, BLOCK_BYTES, slot % self._slots * BLOCK_BYTES)
+        except OSError:  # A faulty disk.
+            return b""
 
     def write(self, slot: int, block: bytes) -> None:
         """Write a block to slot `slot` mod S. If the disk is full, print one line, and leave the slot as it is."""

@@ -15,6 +15,7 @@ import jinja2.sandbox
 
 from difftx.errors import UserError
 
+REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of a message's reasoning; the first one counts.
 ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 
 type Message = Mapping[str, Any]  # Has "role" and mostly "content".
@@ -42,7 +43,7 @@ class ChatTemplate:
         _require_valid(messages)
         try:
             return self._template.render(
-                messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
+                messages=[_normalised(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -92,9 +93,16 @@ def _require_valid(messages: object) -> None:
             raise UserError(f"messages: message {i} is not an object with {ROLES}")
 
 
+def _normalised(message: Message) -> dict[str, Any]:
+    # As in transformers: many templates test whether a key exists, and read the reasoning under one of two names.
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = [found[name] for name in REASONING if name in found]
+    return {"thinking": reasoning[0], **found, "reasoning_content": reasoning[0]} if reasoning else found
+
+
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the sandbox in which transformers renders, with the same functions."""
+    """Return the sandbox in which transformers renders, with the same functions, except those of random results."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -109,4 +117,5 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception  # pyrefly: ignore[unsupported-operation]
+    del environment.globals["lipsum"], environment.filters["random"]
     return environment

@@ -233,6 +233,8 @@ def test_conversations_without_a_target_are_refused(messages, message):
     [
         ("{{ raise_exception('roles must alternate') }}", "refuses the messages: roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "refuses the messages: access to attribute '__class__'"),
+        ("{{ [1, 2] | random }}", "No filter named 'random'"),
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
         ("{% for m in messages %}{{ messages | length }}{% endfor %}", "cannot be told from its prompt"),
     ],
 )

@@ -1,11 +1,16 @@
 """Compare tokenizers that are loaded from files with transformers' fast tokenizers, which do not need torch."""
 
+import itertools
 import json
+import random
+import re
 
 import pytest
 from helpers.tokenizer_files import FAMILIES, SPECIAL, TEMPLATE, random_strings, sentencepiece_model, write_settings
 
+from difftx.data.chat_template import REASONING
 from difftx.data.tokenizers import load_tokenizer
+from difftx.inference.generate import TextStream
 
 transformers = pytest.importorskip("transformers", reason="make test and make parity install it")
 
@@ -75,6 +80,38 @@ def test_tokens_that_settings_name_are_special_whatever_the_file_says(family, na
     assert ours.encode_ordinary(text) == theirs(text, split_special_tokens=True, **options)["input_ids"]
 
 
+@pytest.mark.parametrize("family", ["byte-level BPE", "BPE with byte fallback"])
+def test_texts_stop_where_lm_eval_stops_models_of_transformers(family, tmp_path):
+    """Compare with lm-eval's `MultiTokenEOSCriteria` and `postprocess_generated_text`, written with theirs.decode.
+
+    If a stop string has ordinary characters before a special token, lm-eval leaves these in the text, and difftx not.
+    """
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    draw, stopped = random.Random(0), dict.fromkeys(("special", "ordinary", "both"), 0)
+    for number, text in enumerate(random_strings(300)):
+        parts = [part for part in re.findall(r"[^▁ ]{1,4}", text[:30])] or ["x"]
+        after = [draw.choice([*SPECIAL, SPECIAL[0] + SPECIAL[1], ""]) for _ in parts]
+        ids = theirs("the" + "".join(map("".join, zip(parts, after, strict=True))), add_special_tokens=False)[
+            "input_ids"
+        ]
+        i, kind = draw.randrange(len(parts)), list(stopped)[number % 3]
+        ordinary = "" if kind == "special" else parts[i][draw.randrange(len(parts[i])) :]
+        stop = ordinary + ("" if kind == "ordinary" else after[i] or SPECIAL[2])
+        # The criterion decodes special tokens too, and the text, which is cut afterwards, has none.
+        read = next((n for n in range(1, len(ids) + 1) if stop in theirs.decode(ids[:n])), len(ids))
+        expected = theirs.decode(ids[:read], skip_special_tokens=True).split(stop)[0]
+        stream = TextStream(ours, [stop])
+        found = "".join(map(stream.add, ids[:read])) + stream.finish()
+        if stop in theirs.decode(ids[:read]):
+            assert stream.stopped
+            stopped[kind] += 1
+            if kind == "both":
+                expected = expected.removesuffix(ordinary)
+        assert found.removeprefix(" ") == expected, (ids, stop)  # Only the decoding of a whole text removes the space.
+    assert min(stopped.values()) > 40
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("template", [TEMPLATE, BLOCKS], ids=["line", "blocks"])
@@ -86,6 +123,21 @@ def test_conversations_are_rendered_as_by_transformers(family, prompt, template,
     assert text == theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=prompt)
     ids = theirs.apply_chat_template(CONVERSATION, add_generation_prompt=prompt, return_dict=False)
     assert ours.encode_chat(text) == ids
+
+
+@pytest.mark.parametrize("names", [names for n in range(4) for names in itertools.permutations(REASONING, n)])
+def test_reasoning_has_the_names_of_transformers(names, tmp_path):
+    """The order of the keys counts too, because templates may write a whole message as JSON."""
+    message = {"role": "assistant", "content": "5"} | {name: f"by {name}" for name in names}
+    conversations = [[message], [message | dict.fromkeys(names[:1])], [message | {"thinking": ""}]]
+    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages | tojson }}{% if messages[0].thinking %}<think>{{ messages[0].thinking }}</think>{% endif %}"
+    )
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    for conversation in conversations:
+        text = ours.chat_template.render(conversation, add_generation_prompt=False)
+        assert text == theirs.apply_chat_template(conversation, tokenize=False)
 
 
 def test_sentencepiece_model_encodes_as_llama_tokenizer(tmp_path):

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import threading
+import time
 import types
 
 import pytest
@@ -249,6 +250,45 @@ def test_a_key_is_sent_only_over_https_or_within_this_machine(monkeypatch, url, 
 def test_an_endpoint_that_needs_a_key_names_its_field(tmp_path):
     with ChatServer() as server, pytest.raises(UserError, match=r"without a key; set eval.judge.key_variable"):
         accurate(judge_of(server, tmp_path, key_variable=None))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        *((part, r"no complete answer within 0\.5 s") for part in ("header", "body", "unsized_body")),
+        ("flood", "the response has more than 8 MiB"),
+    ],
+)
+def test_a_response_that_does_not_end_is_aborted(tmp_path, part, message):
+    with ChatServer(lambda number, prompt: {"drip": part}) as server:
+        began = time.monotonic()
+        with pytest.raises(RunError, match=f"attempts=1 failed, the last: {message}"):
+            accurate(judge_of(server, tmp_path, attempts=1, timeout_seconds=20 if part == "flood" else 0.5), CASES[:1])
+        assert part == "flood" or 0.5 <= time.monotonic() - began < 10
+        assert server.reached.wait(10)  # The connection is closed, too.
+    assert 1 < server.dripped < 32 * 2**20  # Socket buffers may hold data in flight.
+
+
+HOSTILE = "\x1b]0;title\x07 \x9b31m \x7f \u202e"
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"), [(404, f"{KEY[:9]}****{KEY[-7:]}"), (503, f"{KEY}{KEY[:6]}"), (200, KEY[:-1] + "!")]
+)
+def test_parts_of_the_key_are_masked_in_messages(tmp_path, status, shown):
+    how = {"status": status, "reply": {"error": {"message": f"wrong key {shown}, {'x' * 99} {shown}"}}}
+    masked = pytest.raises((UserError, RunError), match=r"wrong key \(key\)")
+    with ChatServer(lambda number, prompt: how) as server, masked as error:
+        accurate(judge_of(server, tmp_path, attempts=1), CASES[:1])
+    text = str(error.value)
+    assert not any(KEY[at : at + 6] in text for at in range(len(KEY) - 5))
+
+
+@pytest.mark.parametrize("name", ["HOME", "DATABASE_URL", "KEYS", "MY_KEY_FILE"])
+def test_only_variables_for_keys_are_sent(monkeypatch, name):
+    monkeypatch.setenv(name, KEY)
+    with pytest.raises(UserError, match=rf"key_variable='{name}': only a variable whose name ends in _KEY"):
+        ChatEndpoint(dataclasses.replace(CONFIG.judge, key_variable=name))
 
 
 def test_a_proxy_does_not_see_a_request_within_this_machine(tmp_path, monkeypatch):

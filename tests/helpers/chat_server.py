@@ -28,9 +28,9 @@ class ChatServer:
 
     def __init__(self, behave=lambda number, prompt: None, key=KEY):
         self.behave, self.key = behave, key
-        self.asked, self.charged, self.arrived = [], collections.Counter(), []
-        self.here = self.most = 0
-        self.release = threading.Event()
+        self.asked, self.charged, self.headers, self.arrived = [], collections.Counter(), [], []
+        self.here = self.most = self.dripped = 0
+        self.reached, self.release = threading.Event(), threading.Event()
         self.lock = threading.Lock()
 
     def __enter__(self):
@@ -66,6 +66,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             chat.most = max(chat.most, chat.here)
             number = len(chat.asked)
             chat.asked.append(body)
+            chat.headers.append(dict(self.headers))
             chat.arrived.append(time.monotonic())
         try:
             with contextlib.suppress(ConnectionError):
@@ -81,6 +82,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if how.get("slow"):
             time.sleep(how["slow"])
         if how.get("hang"):
+            chat.reached.set()
             chat.release.wait()
         if how.get("drop"):
             # Reset the connection instead of closing it gracefully.
@@ -88,6 +90,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.connection.close()
         if chat.key is not None and self.headers.get("Authorization") != f"Bearer {chat.key}":
             return self.send(401, {"error": {"message": f"wrong key: {self.headers.get('Authorization')}"}})
+        if how.get("drip"):
+            return self.drip(how["drip"])
         if "status" in how:
             return self.send(how["status"], how.get("reply", {"error": {"message": "no"}}), how.get("headers", {}))
         reply = how.get("reply", completion(verdict_on(prompt)))
@@ -105,6 +109,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if half else data)
         self.close_connection = True
+
+    def drip(self, part):
+        """Send a byte of a header or body every 0.05 s until the client disconnects.
+
+        "flood" sends large parts as fast as possible.
+        """
+        self.close_connection = True
+        start = {
+            "header": b"HTTP/1.1 200 OK\r\nX: ",
+            "body": b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n{",
+            "unsized_body": b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{",
+            "flood": b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{",
+        }[part]
+        self.wfile.write(start)
+        try:
+            while not self.chat.release.wait(0.0 if part == "flood" else 0.05):
+                self.wfile.write(b" " * (2**20 if part == "flood" else 1))
+                with self.chat.lock:
+                    self.chat.dripped += 2**20 if part == "flood" else 1
+        finally:
+            self.chat.reached.set()
 
 
 def verdict_on(prompt):

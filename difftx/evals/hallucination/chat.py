@@ -1,5 +1,7 @@
 """A client of OpenAI's chat completions API, with retries, and error messages that hide the key."""
 
+import asyncio
+import itertools
 import json
 import os
 import re
@@ -15,10 +17,14 @@ from difftx.config.eval import JudgeConfig
 from difftx.errors import RunError, UserError
 from difftx.json_files import schema_error
 
+MAX_RESPONSE_BYTES = 8 * 2**20  # Maximum size of a response. A chat completion takes some KiB.
 RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes that are retried. All codes from 500 on are retried too.
 BACKOFF_SECONDS = 1.0  # Pause after the first failed attempt. It doubles after each further one.
 LONGEST_PAUSE_SECONDS = 120.0
 MAX_REASON_CHARACTERS = 200  # Maximum number of characters of an endpoint's text that a message quotes.
+MAX_EXAMINED_CHARACTERS = 4096  # An endpoint's text is truncated to this length before the key is masked.
+KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Only environment variables with such names may be sent to an endpoint.
+SHORTEST_PART = 6  # Parts of the key of at least this length are masked. Shorter ones, such as "sk-", are harmless.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # Hosts within this machine.
 
 
@@ -40,11 +46,8 @@ class ChatEndpoint:
                 f"eval.judge.base_url={config.base_url}: a key is sent over https, or over http within this machine "
                 "(localhost); use https, or eval.judge.key_variable=none for an endpoint that needs no key"
             )
-        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
-        self._options: dict[str, Any] = {"headers": headers, "timeout": config.timeout_seconds}
-        # Reading the certificates takes 0.1 s.
-        self._options |= {"trust_env": not is_local, "verify": httpx2.create_ssl_context()}
+        self._is_local = is_local
+        self._tls = httpx2.create_ssl_context()  # Reads the certificates, which takes 0.1 s.
         self.stopped = threading.Event()  # If set, threads that would send another request raise `CancelledError`.
 
     def ask[T](self, body: dict[str, Any], read: Callable[[str, int, int], T]) -> T:
@@ -72,25 +75,27 @@ class ChatEndpoint:
             raise
 
     def masked(self, text: str) -> str:
-        """Return a text without the key, since a server may repeat the key in its answer."""
-        return text.replace(self._key, "(key)") if self._key else text
+        """Return a text with the key and long parts of it masked, since a server may repeat the key in its answer."""
+        key = self._key or ""
+        size = min(SHORTEST_PART, len(key))
+        starts = (at for at in range(len(text) - size + 1) if text[at : at + size] in key)
+        hidden = {at + i for at in starts for i in range(size)}
+        parts = itertools.groupby(enumerate(text), lambda place: place[0] in hidden)
+        return "".join("(key)" if is_hidden else "".join(letter for _, letter in part) for is_hidden, part in parts)
 
     def brief(self, text: str) -> str:
         """Return the beginning of a text for a message, with the key masked."""
-        return " ".join(self.masked(text).split())[:MAX_REASON_CHARACTERS]
+        return " ".join(self.masked(text[:MAX_EXAMINED_CHARACTERS]).split())[:MAX_REASON_CHARACTERS]
 
     def _reply(self, body: dict[str, Any]) -> tuple[str, int, int]:
         """Send a request once. Raise `AttemptError` if another attempt may succeed, else `UserError`."""
+        response, content = asyncio.run(self._post(body))
         try:
-            response = httpx2.post(self.url, json=body, **self._options)
-        except (OSError, httpx2.HTTPError) as error:
-            raise AttemptError(self.brief(f"{type(error).__name__}: {error}"), 0.0) from error
-        try:
-            reply = json.loads(response.content)
+            reply = json.loads(content)
         except ValueError:
             reply = {}
         has_message = schema_error(reply, {"error": {"message": str}}) is None
-        text = reply["error"]["message"] if has_message else response.text
+        text = reply["error"]["message"] if has_message else content.decode(errors="replace")
         status, reason = response.status_code, f"HTTP {response.status_code}: {self.brief(text) or 'no message'}"
         if status in (401, 403):
             key = f"the key in the environment variable {self._config.key_variable}"
@@ -110,10 +115,37 @@ class ChatEndpoint:
             usage = {"prompt_tokens": 0, "completion_tokens": 0}
         return reply["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"]
 
+    async def _post(self, body: dict[str, Any]) -> tuple[httpx2.Response, bytes]:
+        """Return the response and its content, or raise `AttemptError` if it is incomplete in time or too large."""
+        # Refuse compression: a small compressed response could expand to any size.
+        headers = {"Accept-Encoding": "identity"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
+        options = {"trust_env": not self._is_local, "verify": self._tls, "timeout": None}
+        client = httpx2.AsyncClient(headers=headers, **options)
+        content, seconds = b"", self._config.timeout_seconds
+        try:
+            async with asyncio.timeout(seconds), client, client.stream("POST", self.url, json=body) as response:
+                async for part in response.aiter_raw():
+                    content += part
+                    if len(content) > MAX_RESPONSE_BYTES:
+                        raise AttemptError(f"the response has more than {MAX_RESPONSE_BYTES / 2**20:g} MiB", 0.0)
+        except TimeoutError as error:
+            raise AttemptError(f"no complete answer within {seconds:g} s", 0.0) from error
+        except (OSError, httpx2.HTTPError) as error:
+            raise AttemptError(self.brief(f"{type(error).__name__}: {error}"), 0.0) from error
+        return response, content
+
 
 def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
+    if not KEY_NAME.search(variable):
+        raise UserError(
+            f"eval.judge.key_variable={variable!r}: only a variable whose name ends in _KEY or _TOKEN is sent to an "
+            "endpoint; copy the key to such a variable, for example JUDGE_API_KEY"
+        )
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch("[!-~]+", key):
         raise UserError(
