@@ -4,6 +4,7 @@ Every extension point of difftx is a `Registry`: architectures, suites, optimize
 synthetic tasks. docs/extend.md shows how to add to each of them.
 """
 
+import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -27,7 +28,7 @@ class Extension:
     """A user's file that registered at least one entry."""
 
     path: str
-    sha256: str  # Hash of the file.
+    sha256: str  # Hash of the file, and of the modules and packages in its folder that it imports.
 
 
 EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]  # JSON schema of the extensions in a record.
@@ -105,6 +106,41 @@ def extension_of(kind: str, name: str) -> Extension | None:
     return None if path is None else _extensions.get(path)
 
 
+def _extension(path: Path) -> Extension:
+    """Return a user's file with the hash of itself, and of what it imports from its folder."""
+    contents, todo = {}, {path}
+    while todo:
+        file = todo.pop()
+        contents[file] = file.read_bytes()
+        todo |= _own_imports(path.parent, contents[file]) - contents.keys()
+    digest = hashlib.sha256(contents.pop(path))
+    for file, content in sorted(contents.items()):
+        digest.update(f"\n{file.relative_to(path.parent).as_posix()} {len(content)}\n".encode() + content)
+    return Extension(str(path), digest.hexdigest())
+
+
+def _own_imports(folder: Path, content: bytes) -> set[Path]:
+    """Return the modules in `folder`, and all files of the packages there, that a file imports at its start or later.
+
+    The imports are read from the text. `sys.modules` would add the modules that other extensions have loaded.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(content)))
+    except (SyntaxError, ValueError):  # Python has not imported this file. It may never do so.
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    absolute = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    names += [f"{node.module}.{alias.name}" for node in absolute for alias in node.names]
+    found: set[Path] = set()
+    for parts in (name.split(".") for name in names):
+        if parts[0] == "difftx":
+            continue
+        # A module of ext/ may have the name "ext.helper".
+        first = parts[parts.index(folder.name) + 1 if folder.name in parts[:-1] else 0]
+        found |= {folder / f"{first}.py", *(folder / first).rglob("*.py")}
+    return {file for file in found if os.path.isfile(file)}  # `Path.is_file` raises errors.
+
+
 def import_file(path: Path, flag: str) -> types.ModuleType:
     """Run a user's Python file, and return it as a module. `flag` is the flag that names the file, for messages."""
     resolved = path.resolve()
@@ -119,17 +155,19 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Dataclasses and pickles look their module up by name.
     _running.append(resolved)
-    # A user's file may import modules of the current folder, except with `python -P`.
-    if not sys.flags.safe_path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    folder = os.getcwd()  # A user's file may import modules of the current folder, except with `python -P`.
+    if is_new := not sys.flags.safe_path and folder not in sys.path:
+        sys.path.append(folder)
     try:
         with one_line_errors(module):
             spec.loader.exec_module(module)
     finally:
         _running.pop()
+        if is_new and not resolved.is_relative_to(folder):  # The functions of a file in this folder may import later.
+            sys.path.remove(folder)
     _modules[resolved] = module
-    if resolved in _files.values():
-        _extensions[resolved] = Extension(str(resolved), hashlib.sha256(resolved.read_bytes()).hexdigest())
+    if resolved in _files.values():  # All modules that the file imports at its start are loaded now.
+        _extensions[resolved] = _extension(resolved)
     return module
 
 
@@ -192,5 +230,6 @@ def changed_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> list
         loaded = next((one for file, one in _extensions.items() if file.name == Path(path).name), None)
         if loaded is None:
             raise UserError(f"{what} was made with the extension {path}; add {shlex.quote(f'--extension={path}')}")
-        changes.append(f"{loaded.path} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)")
+        hashes = f"SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…"
+        changes.append(f"{loaded.path}, or a module that it imports ({hashes})")
     return changes

@@ -98,9 +98,28 @@ def test_recorded_extensions_are_required_with_the_same_content(own_registry, tm
     (loaded,) = registry.loaded_extensions()
     registry.require_extensions([{"path": "/else/red.py", "sha256": loaded.sha256}], "run")
     registry.require_extensions([{"path": "/else/moved.py", "sha256": loaded.sha256}], "run")
-    what = r"another content of .*red\.py \(SHA-256 000000000000… → "
+    what = r"another content of .*red\.py, or a module that it imports \(SHA-256 000000000000… → "
     with pytest.raises(UserError, match=what):
         registry.require_extensions([{"path": "/else/red.py", "sha256": "0" * 64}], "run")
+
+
+def test_a_change_of_a_module_in_its_folder_that_an_extension_imports_is_seen(own_registry, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in {
+        "arch_of_test.py": "from difftx import registry\nimport helper_of_test\nregistry.COLOURS.register('own')(1)\n",
+        "helper_of_test.py": "def rate():\n    from parts_of_test import later\n    return later.RATE\n",
+        "parts_of_test/later.py": "RATE = 1\n",
+        "unrelated.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    registry.load_extensions([tmp_path / "arch_of_test.py"])
+    (recorded,) = registry.loaded_extensions()
+    for name, changes in {"unrelated.py": False, "helper_of_test.py": True, "parts_of_test/later.py": True}.items():
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(before + "# Changed.\n")
+        assert (registry._extension(tmp_path / "arch_of_test.py") != recorded) == changes
+        (tmp_path / name).write_text(before)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +183,10 @@ def test_the_attention_variant_of_the_page_trains_and_is_reported(page_folder):
     (page_folder / "token_lambda.py").write_text(FILES["token_lambda.py"] + "\n# Changed.\n")
     for line in (evaluate, report):
         error = run(page_folder, line, code=2)
-        assert f"was made with another content of {page_folder / 'token_lambda.py'} (SHA-256 " in error
+        assert f"was made with another content of {page_folder / 'token_lambda.py'}, or a module" in error
     longer = ["--config.train.steps=8"]
     error = run(page_folder, train, *longer, code=2)
-    assert f"changed since the checkpoint of step 6: extension {page_folder / 'token_lambda.py'} (SHA-256 " in error
+    assert f"changed since the checkpoint of step 6: extension {page_folder / 'token_lambda.py'}, or a" in error
     run(page_folder, train, *longer, "--allow_config_change")
     assert (workdir / "checkpoints" / "8").is_dir()
     run(page_folder, evaluate)

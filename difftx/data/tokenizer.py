@@ -97,8 +97,8 @@ class TiktokenTokenizer(Tokenizer):
     def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # The regex engine fails at about a million spaces in a row.
-            parts = map("".join, itertools.batched(text, PART_CHARACTERS))
+        except ValueError:  # Half of a surrogate pair, or a million spaces in a row, at which the regex engine fails.
+            parts = map("".join, itertools.batched(without_surrogates(text), PART_CHARACTERS))
             return np.concatenate([self.encoding.encode_to_numpy(part, disallowed_special=()) for part in parts])
 
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
@@ -126,6 +126,11 @@ class TiktokenTokenizer(Tokenizer):
         for value in self.token_bytes:
             digest.update(b"-" if value is None else len(value).to_bytes(4, "little") + value)
         return digest.hexdigest()
+
+
+def without_surrogates(text: str) -> str:
+    """Return a text with U+FFFD in place of each half of a surrogate pair, as tiktoken's `encode` does."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.data.chat_template import ChatTemplate
-from difftx.data.tokenizer import Tokenizer
+from difftx.data.tokenizer import Tokenizer, without_surrogates
 from difftx.errors import UserError, import_extra
 from difftx.files import read_file
 from difftx.json_files import json_sha256, read_json
@@ -52,7 +52,12 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
         path = found[0]
     settings = read_settings(path.parent)
     family = SentencePieceTokenizer if path.suffix == ".model" else JsonTokenizer
-    return family(path, settings, name, end_of_text)
+    try:
+        return family(path, settings, name, end_of_text)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{name}: its files are not those of a tokenizer ({error!r})") from error
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -77,7 +82,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one if there is no such file."""
-    return read_json(path) if path.is_file() else {}
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected an object with settings of a tokenizer")
+    return content
 
 
 class FileTokenizer(Tokenizer):
@@ -114,7 +122,8 @@ class JsonTokenizer(FileTokenizer):
     def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
         self.content, self._settings, self._field = read_json(path), settings, field
         self._library = import_extra("tokenizers", EXTRA)
-        self._plain = self._build(self.content)
+        self._coders: dict[tuple[bool, bool], Any] = {}
+        self._plain = self._coder(chat=True, continues=False)
         super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
         encoded = self._plain.encode("a")
         length = [*encoded.special_tokens_mask, 0].index(0)  # Of the special tokens in front of every text.
@@ -144,13 +153,16 @@ class JsonTokenizer(FileTokenizer):
         return json_sha256([self.content, added, self.eot_token])
 
     def _encode(self, text: str, *, chat: bool, continues: bool) -> list[int]:
-        coder = self._continuing if continues else self._plain
-        coder.encode_special_tokens = not chat  # Only in a chat do the names of special tokens have a meaning.
-        return coder.encode(text, add_special_tokens=False).ids
+        coder = self._coder(chat=chat, continues=continues)
+        return coder.encode(without_surrogates(text), add_special_tokens=False).ids
 
-    @functools.cached_property
-    def _continuing(self) -> Any:
-        return self._build(_without_leading_space(self.content))
+    def _coder(self, *, chat: bool, continues: bool) -> Any:
+        """Return the library's tokenizer. Only for a chat do the names of special tokens in the text have a meaning."""
+        if (chat, continues) not in self._coders:
+            coder = self._build(_without_leading_space(self.content) if continues else self.content)
+            coder.encode_special_tokens = not chat
+            self._coders[chat, continues] = coder
+        return self._coders[chat, continues]
 
     def _build(self, raw: dict[str, Any]) -> Any:
         """Return the library's tokenizer of a tokenizer.json, with the added tokens of the settings."""
@@ -230,7 +242,7 @@ class SentencePieceTokenizer(FileTokenizer):
         self._content = content
 
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
-        return (self._continuing if continues else self._model).encode(text)
+        return (self._continuing if continues else self._model).encode(without_surrogates(text))
 
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
         ids: list[int] = []

@@ -14,13 +14,24 @@ from typing import Any
 from difftx.config import Config
 from difftx.data import tokenizer_files
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer
-from difftx.data.tokenizer_files import BYTE_LEVEL, CONFIG, MODEL, TOKENIZER, FileTokenizer, JsonTokenizer
+from difftx.data.tokenizer_files import (
+    BYTE_LEVEL,
+    CONFIG,
+    MODEL,
+    PATTERN,
+    SPLIT,
+    TOKENIZER,
+    FileTokenizer,
+    JsonTokenizer,
+)
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UnreadableError, UserError
 from difftx.files import write_atomically
 from difftx.json_files import read_json
 
 CL100K = "cl100k_base"
+# Pre-tokenizers of Qwen 2: cl100k_base's pattern, but each digit is a piece of its own.
+QWEN_SPLIT = [SPLIT | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, BYTE_LEVEL]
 GENERATION = "generation_config.json"
 # Settings that `export_tokenizer` writes. Others, such as a chat template, need the copied files.
 SETTINGS = {"tokenizer_class", "eos_token", "model_max_length", "clean_up_tokenization_spaces"}
@@ -34,7 +45,7 @@ def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_t
     """
     name = config.data.tokenizer
     # transformers encodes by the rules of Qwen 2 in all folders of this type, whatever class the settings name.
-    if model_type == "qwen2" and not isinstance(tokenizer, JsonTokenizer):
+    if model_type == "qwen2" and not (isinstance(tokenizer, JsonTokenizer) and _splits_as_qwen(tokenizer.content)):
         return (
             f"tokenizer: not exported: transformers would encode texts by the rules of Qwen 2, which are not those of "
             f"data.tokenizer={name!r}"
@@ -135,7 +146,7 @@ def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:
     encoding = tokenizer.encoding
     ranks = {value: rank for rank, value in enumerate(tokenizer.token_bytes) if value}
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    split = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [tokenizer_files.SPLIT, BYTE_LEVEL]}
+    split = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -171,6 +182,14 @@ def _copy_files(tokenizer: FileTokenizer, folder: Path) -> None:
     for file in (tokenizer.path, *(source / name for name in tokenizer_files.FILES if name not in (MODEL, TOKENIZER))):
         if file.is_file():
             shutil.copyfile(file, folder / (main if file == tokenizer.path else file.name))
+
+
+def _splits_as_qwen(content: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer.json with this content normalizes and splits texts as Qwen 2's does."""
+    steps = (content.get("pre_tokenizer") or {}).get("pretokenizers", [])
+    # trim_offsets changes no token ids.
+    theirs, ours = ([step | {"trim_offsets": True} for step in part] for part in (steps, QWEN_SPLIT))
+    return content.get("normalizer") == {"type": "NFC"} and theirs == ours
 
 
 def _is_convertible(name: str) -> bool:

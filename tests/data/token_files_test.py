@@ -162,6 +162,8 @@ BROKEN = [
     ({"a.npy": npy(np.zeros(0, int))}, [], "a.npy: the file has no ids"),
     ({"a.npy.gz": RAW}, [], "a.npy.gz: token files are read by parts; decompress it"),
     ({"a.bin": RAW, "a.idx": INDEX[:-8]}, [], "a.idx: not a complete index of Megatron (buffer is smaller"),
+    ({"a.bin": RAW, "a.idx": INDEX[:42] + b"\x02" + INDEX[43:]}, [], "(its sequences do not follow each other)"),
+    ({"a.bin": RAW, "a.idx": INDEX[:-8] + INDEX[-16:-8]}, [], "(its documents do not cover the sequences)"),
     ({"a.bin": RAW, "a.idx": b"TNTIDX\0\0\0" + INDEX[9:]}, [], "a.idx: not a complete index of Megatron (magic"),
     ({"a.npy": npy(IDS[0])}, ["--prompt_field=q"], "a.npy: a token file has no field 'q'; remove the flag"),
     ({"a.npy": npy(IDS[0])}, ["--max_tokens=2"], "--max_tokens=2: the first document has 3 tokens; give more"),

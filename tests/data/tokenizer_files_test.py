@@ -95,6 +95,13 @@ def test_a_text_that_continues_another_has_no_space_in_front(tmp_path):
                 assert b"".join(values[id_] for id_ in ids) == text.encode(), folder.name
 
 
+def test_half_a_surrogate_pair_is_encoded_as_the_replacement_character(tmp_path):
+    tokenizers = [load_tokenizer(str(byte_level_folder(tmp_path / "json")))]
+    tokenizers.append(load_tokenizer(str(sentencepiece_model(tmp_path / "own.model", "bpe"))))
+    for tokenizer in (*tokenizers, load_tokenizer("bytes")):
+        assert tokenizer.encode_ordinary("a\ud83db") == tokenizer.encode_ordinary("a\ufffdb")
+
+
 def test_special_tokens_are_ordinary_text_except_in_chats(tmp_path):
     tokenizer = load_tokenizer(str(byte_level_folder(tmp_path / "json")))
     text = "a</s><|user|>"
@@ -125,6 +132,8 @@ SETTINGS = "tokenizer_config.json"
         ("tokenizer.json", "{", "line 1 is not JSON"),
         ("tokenizer.json", "[]", "not a tokenizer.json that `tokenizers` reads"),
         ("tokenizer.json", {"decoder": WORD_PIECE}, "its decoder is WordPiece"),
+        (SETTINGS, "[]", "expected an object with settings"),
+        (SETTINGS, {"added_tokens_decoder": [1]}, "its files are not those of a tokenizer"),
         (SETTINGS, None, r"no file names its end-of-text token \(eos_token\); set data.end_of_text"),
         ("chat_template.jinja", "{% if %}", "the chat template is not valid"),
     ],

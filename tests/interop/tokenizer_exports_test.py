@@ -169,3 +169,22 @@ def test_transformers_encodes_by_qwen_2_rules_in_qwen_2_folders(config, tmp_path
     message, _ = exported(config, "bytes", tmp_path / "qwen2", model_type="qwen2")
     assert message.startswith("tokenizer: not exported: transformers would encode texts by the rules of Qwen 2")
     assert not list((tmp_path / "qwen2").iterdir())
+
+
+def test_only_a_tokenizer_that_splits_as_qwen_2_is_exported_for_it(config, tmp_path):
+    """transformers' own Qwen2Tokenizer is exported. A variant with up to two digits per piece is not."""
+    source = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
+    model = json.loads((source / "tokenizer.json").read_text())["model"]
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    qwen = transformers.Qwen2Tokenizer(vocab=model["vocab"], merges=merges)
+    (source / "tokenizer.json").write_text(qwen.backend_tokenizer.to_str())
+    message, ours = exported(config, source, tmp_path / "qwen2", model_type="qwen2")
+    assert message == f"tokenizer: the files of data.tokenizer={str(source)!r}"
+    (tmp_path / "qwen2" / "config.json").write_text('{"model_type": "qwen2"}')
+    in_transformers.compare_tokenizer(tmp_path / "qwen2", ours)
+    content = json.loads((source / "tokenizer.json").read_text())
+    split = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+    split["Regex"] = split["Regex"].replace(r"\p{N}|", r"\p{N}{1,2}|")
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    message, _ = exported(config, source, tmp_path / "other", model_type="qwen2")
+    assert message.startswith("tokenizer: not exported: transformers would encode texts by the rules of Qwen 2")

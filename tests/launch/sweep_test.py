@@ -300,7 +300,7 @@ def test_a_finished_run_of_other_data_or_extensions_is_not_skipped(config_file, 
         sweeps.append(([point], out, {}))
         runner.Sweep(*sweeps[-1])  # Nothing differs.
     load_extension("1")
-    changed = r"another extension .*mine.py \(SHA-256 0{12}… → 1{12}…\); use another"
+    changed = r"another extension .*mine.py, or a module that it imports \(SHA-256 0{12}… → 1{12}…\); use another"
     for arguments in sweeps:
         with pytest.raises(UserError, match=f"finished, but with {changed}"):
             runner.Sweep(*arguments)

@@ -247,7 +247,7 @@ def test_parameters_of_another_model_are_named(start, tmp_path, capsys, monkeypa
                 "model.window: None → 16",
                 "model.lambda_init: 0.5 → None",
                 "model.post_scale: None → 0.2",
-                "extension mine.py (SHA-256 000000000000… → 111111111111…)",
+                "extension mine.py, or a module that it imports (SHA-256 000000000000… → 111111111111…)",
             )
         ),
     ]

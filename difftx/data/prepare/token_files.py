@@ -124,8 +124,13 @@ def _read_index(index: InputFile) -> tuple[np.dtype, np.ndarray]:
         dtype = np.dtype(INDEX_DTYPES[code])
         at = INDEX_HEADER.size
         lengths = np.frombuffer(data, "<i4", sequences, at)
-        bounds = np.frombuffer(data, "<i8", documents, at + lengths.nbytes + 8 * sequences)  # After the pointers.
+        pointers = np.frombuffer(data, "<i8", sequences, at + lengths.nbytes)
+        bounds = np.frombuffer(data, "<i8", documents, at + lengths.nbytes + pointers.nbytes)
         starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        if (lengths < 0).any() or not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
+            raise ValueError("its sequences do not follow each other")
+        if not len(bounds) or (bounds[0], bounds[-1]) != (0, sequences) or (np.diff(bounds) < 0).any():
+            raise ValueError("its documents do not cover the sequences")
     except (ValueError, KeyError, OverflowError, struct.error) as error:
         raise UserError(f"{index}: not a complete index of Megatron ({error}); copy or write it again") from error
     return dtype, starts[bounds[1:]]
