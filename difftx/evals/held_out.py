@@ -1,19 +1,28 @@
 """Suite `test`: other suites on a test text in place of the validation text (docs/suites.md)."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import xxhash
 
 from difftx.data.packing import PackedRows
 from difftx.data.sources import open_split, pack, require_row
-from difftx.data.store import read_meta
+from difftx.data.store import TokenStore, read_meta
 from difftx.errors import UserError
 from difftx.evals import SUITES
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.inner import named
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
+from difftx.parallel.multihost import print_on_primary
 from difftx.training.run import Run
 
 FIELD = "eval.test.path"
+# Most tokens of test and training text that are compared, because every process reads them from start to end.
+MAX_COMPARED_TOKENS = 2**28
+CHUNK_TOKENS = 2**22  # Tokens of whole documents to read at a time.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -57,15 +66,51 @@ def test_rows(run: Run) -> PackedRows:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text."""
-    on_test = _on_test(run, test_rows(run))
-    for suite in run.config.eval.test.suites:
-        SUITES[suite].check(on_test)
+    """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text, or if training includes it.
+
+    Only whole training documents with equal tokens are found. Larger texts than `MAX_COMPARED_TOKENS` are not
+    compared.
+    """
+    rows = test_rows(run)
+    on_test, settings = _on_test(run, rows), run.config.eval.test
+    for suite in settings.suites:
+        try:
+            SUITES[suite].check(on_test)
+        except UserError as error:
+            raise UserError(f"eval.test.suites on the test text, {FIELD}={settings.path!r}: {error}") from error
+    test = rows.store
+    training = [rows.store.unsampled for rows in run.data.train.values() if isinstance(rows, PackedRows)]
+    if (tokens := sum(map(len, [test, *training]))) > MAX_COMPARED_TOKENS:
+        print_on_primary(
+            f"suite 'test': not checked whether documents of {FIELD} are in the training text: both have {tokens:,} "
+            f"tokens, more than {MAX_COMPARED_TOKENS:,}"
+        )
+        return
+    index_of = {digest: index for index, digest in enumerate(_digests(test))}
+    shared = {index_of[digest] for store in training for digest in _digests(store) if digest in index_of}
+    if shared:
+        raise UserError(
+            f"{FIELD}={run.config.eval.test.path!r}: {len(shared)} of its {len(index_of)} documents are also training "
+            f"documents, first its document {min(shared)} (counted from 0); prepare the test text without them"
+        )
 
 
 def _on_test(run: Run, rows: PackedRows) -> Run:
     """Return the run with the test text in place of its validation sets."""
     return dataclasses.replace(run, data=dataclasses.replace(run.data, valid={"test": rows}))
+
+
+def _digests(store: TokenStore) -> Iterator[bytes]:
+    """Yield a hash of the tokens of each document."""
+    offsets = store.offsets.view(np.int64)
+    first = 0
+    while first < len(offsets) - 1:
+        last = max(first + 1, int(offsets.searchsorted(offsets[first] + CHUNK_TOKENS, side="right")) - 1)
+        # One dtype, because stores of one vocabulary may have different ones.
+        tokens = store.slice(int(offsets[first]), int(offsets[last])).astype("<u4")
+        for start, stop in itertools.pairwise((offsets[first : last + 1] - offsets[first]).tolist()):
+            yield xxhash.xxh3_128_digest(tokens[start:stop])
+        first = last
 
 
 SUITE = Suite(

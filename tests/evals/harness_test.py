@@ -135,7 +135,14 @@ def evaluated(config, workdir, params=random_params):
     return evals.evaluate(run, params(run), 3, ["harness"])["harness"]
 
 
-ROW = {"query": "a", "choices": ["b", "c"], "gold": 0}
+# Valid rows.
+ROWS = {
+    "piqa": {"query": "Question: a\nAnswer:", "choices": ["b", "c"], "gold": 0},
+    "boolq": {"query": "a\nQuestion: b?", "choices": ["no", "yes"], "gold": 0},
+    "hellaswag": {"query": "a: b", "choices": ["c", "d", "e", "f"], "gold": 0},
+    "openbookqa": {"query": "a", "choices": ["c", "d", "e", "f"], "gold": 0},
+    "winogrande": {"context_options": ["a b", "a c"], "continuation": "left.", "gold": 0},
+}
 
 
 def test_without_lm_eval_a_line_says_what_to_install(folder, tmp_path, monkeypatch):
@@ -150,14 +157,30 @@ def test_without_lm_eval_a_line_says_what_to_install(folder, tmp_path, monkeypat
     ("task", "records", "message"),
     [
         ("piqa", None, r"data_path=.* has no piqa_val.jsonl, plain or compressed. Did you mean 'piqa_vall.jsonl'"),
-        ("piqa", [ROW | {"gold": 2}], "gold=2 must be an index of choices, 0 … 1"),
-        ("piqa", [ROW | {"gold": True}], "line 1: gold=True must be an index"),
-        ("piqa", [ROW, ROW | {"choices": ["b", ""]}], "line 2: choices=.* must be a list of texts"),
-        ("piqa", [ROW | {"query": ""}], "line 1: query='' must be text, and not empty"),
-        ("winogrande", [ROW], "line 1 has no field 'context_options'"),
+        ("piqa", [{"query": "a", "choices": ["b", "c"], "gold": 2}], "gold=2 must be an index of choices, 0 … 1"),
+        ("piqa", [{"query": "a", "choices": ["b", "c"], "gold": True}], "line 1: gold=True must be an index"),
+        ("piqa", [{"query": "a", "choices": [], "gold": 0}], r"line 1: choices=\[\] must be a list of texts"),
+        ("piqa", [{"query": "a", "choices": ["b", ""], "gold": 0}], "line 1: choices=.* must be a list of texts"),
+        ("piqa", [{"query": "", "choices": ["b"], "gold": 0}], "line 1: query='' must be text, and not empty"),
+        ("piqa", [{"quary": "a", "choices": ["b"], "gold": 0}], "line 1 has no field 'query'. Did you mean 'quary'"),
+        ("winogrande", [{"query": "a", "choices": ["b"], "gold": 0}], "line 1 has no field 'context_options'"),
+        ("piqa", [ROWS["piqa"], {"query": "a", "choices": ["b", "c"], "gold": 0}],
+         r"piqa_val.jsonl: line 2: query='a' does not have the task's form, 'Question: …\\nAnswer:'; write the"),
+        ("piqa", [ROWS["piqa"] | {"choices": ["b", "c", "d"]}], "line 1: choices has 3 texts, not 2"),
+        ("piqa", [ROWS["piqa"] | {"query": "Question: a {b}?"}], r"query='Question: a {b}\?' does not have the task's"),
+        ("boolq", [ROWS["boolq"] | {"choices": ["yes", "no"]}], r"line 1: choices must be \['no', 'yes'\]"),
+        ("boolq", [ROWS["boolq"] | {"query": "is it so?"}], "query='is it so.' does not have the task's form"),
+        ("hellaswag", [ROWS["hellaswag"] | {"query": "no activity"}], "does not have the task's form, 'activity: con"),
+        ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c [step] d", "e"]}], "'c .step. d' has a mark in"),
+        ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c"]}], "choices has 3 texts, not 4"),
+        ("openbookqa", [ROWS["piqa"] | {"choices": ["b"] * 4}], "does not have the task's form, 'the question alone'"),
+        ("arc_easy", [ROWS["openbookqa"]], "query='a' does not have the task's form"),
+        ("arc_challenge", [ROWS["piqa"] | {"choices": ["b"] * 6}], "choices has 6 texts, not 2 or 3 or 4 or 5"),
+        ("winogrande", [ROWS["winogrande"] | {"continuation": " left."}], "=' left.' does not have the task's form"),
+        ("winogrande", [ROWS["winogrande"] | {"context_options": ["a"]}], "context_options has 1 texts, not 2"),
         ("piqa", [], "the file has no questions"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_in_files_name_file_and_line(tmp_path, task, records, message):
     write(tmp_path / f"{task}_{'vall' if records is None else 'val'}.jsonl", records or [])
     list_field = "context_options" if task == "winogrande" else "choices"
@@ -166,7 +189,7 @@ def test_mistakes_in_files_name_file_and_line(tmp_path, task, records, message):
 
 
 def test_few_shot_examples_require_a_file_with_enough_rows(folder, tmp_path):
-    write(tmp_path / "piqa_val.jsonl", [ROW])
+    write(tmp_path / "piqa_val.jsonl", [ROWS["piqa"]])
     with pytest.raises(UserError, match=r"has no piqa_train.jsonl, plain or compressed. Did you mean 'piqa_val.jsonl'"):
         splits(task="piqa", data_path=str(tmp_path), num_fewshot=1, list_field="choices", test="val")
     with pytest.raises(UserError, match="piqa_train has 5 examples, but num_fewshot=5 needs 6"):
@@ -372,6 +395,24 @@ def test_a_uniform_byte_model_has_8_bits_per_byte_and_chance_accuracy(lm_eval, f
     assert chance_of(result) == dict.fromkeys(
         ["balanced_acc", "balanced_acc_norm", "average_acc", "average_acc_norm"], 0.25
     )
+
+
+@pytest.mark.long
+def test_rolling_windows_score_each_token_once_in_its_window(lm_eval, folder, own_tasks, tmp_path):
+    config = config_of(folder, tasks="texts", include_path=own_tasks)
+    run = Run.open(config, tmp_path)
+    params = random_params(run)
+    bits = evals.evaluate(run, params, 3, ["harness"])["harness"].numbers["texts_bits_per_byte"]
+    slow, nats, length = BruteForce(run, params), 0, 0
+    for text in ["A first text, naïve and brief.", "Longer. " * 100, "x" * 256, "y" * 257]:
+        tokens = list(text.encode())
+        length += len(tokens)
+        for start in range(0, len(tokens), WINDOW):
+            part = tokens[start : start + WINDOW]
+            # The last window is filled with earlier tokens as context.
+            before = [256, *tokens][max(0, start + len(part) - WINDOW) : start + 1]
+            nats += slow(before, part)
+    assert bits == pytest.approx(-nats / math.log(2) / length, abs=1e-5)
 
 
 @pytest.mark.long

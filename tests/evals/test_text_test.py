@@ -9,6 +9,7 @@ from helpers.evals_results import chance_of
 from difftx.commands.data import main as data_command
 from difftx.commands.prepare import main as prepare
 from difftx.errors import UserError
+from difftx.evals import held_out
 from difftx.evals import run as evals
 from difftx.training.run import Run
 
@@ -73,6 +74,48 @@ def test_mistakes_are_one_line_with_a_fix(config, stores, tmp_path, path, change
     made = config(data__path=tmp_path / "long.txt", **{n: x for n, x in fields.items() if x is not None}, **changes)
     with pytest.raises(UserError, match=message):
         evals.check_run(Run.open(made, tmp_path, one_device()), ["test"])
+
+
+def prepared(folder, name, lines, *flags):
+    """Return the path of a store of documents."""
+    (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    inputs = [f"--input={folder / name}.jsonl", f"--out={folder / name}", "--tokenizer=bytes", "--workers=1"]
+    assert prepare([*inputs, *(flags or ["--valid_fraction=0"])]) == 0
+    return folder / name
+
+
+def test_the_inner_suites_are_checked_on_the_test_text(config, stores, tmp_path):
+    """Suite position requires a document that is longer than a row. Only one of both texts has it."""
+    long = [json.dumps({"text": " ".join(f"{i} halved {n}" for n in range(90))}) for i in range(3)]
+    fields = {"data__sequence_length": 256, "train__global_batch_tokens": 2048, "eval__test__suites": "loss,position"}
+    evals.check_run(
+        open_run(config, stores, tmp_path, eval__test__path=prepared(tmp_path, "test", long), **fields), ["test"]
+    )
+    prepared(tmp_path, "valid", long, "--valid_fraction=0.34")
+    run = open_run(config, tmp_path, tmp_path, eval__bigrams_path=None, eval__test__path=stores / "test", **fields)
+    message = (
+        r"eval\.test\.suites on the test text, eval\.test\.path=.*: suite 'position': no document to evaluate is longer"
+    )
+    with pytest.raises(UserError, match=message):
+        evals.check_run(run, ["test"])
+
+
+def test_training_documents_are_refused(config, stores, tmp_path, monkeypatch, capsys):
+    """Documents 7 and 30 of the test text are also training documents, of which a run may repeat some."""
+    train, other = ((stores / f"{name}.jsonl").read_text().splitlines() for name in ("train", "test"))
+    mixed = prepared(tmp_path, "mixed", [*other[:7], train[50], *other[8:30], train[3], *other[31:]])
+    resampled = {"data__upsampling__longer_than_tokens": 180, "data__upsampling__share": 0.9}
+    evals.check_run(open_run(config, stores, tmp_path, eval__test__path=stores / "test"), ["test"])
+    message = r"eval\.test\.path=.*: 2 of its 60 documents are also training documents, first its document 7 "
+    for chunk_tokens, changes in ((1, {}), (1000, resampled), (2**22, {})):
+        monkeypatch.setattr(held_out, "CHUNK_TOKENS", chunk_tokens)
+        run = open_run(config, stores, tmp_path, eval__test__path=mixed, **changes)
+        with pytest.raises(UserError, match=message):
+            evals.check_run(run, ["test"])
+    capsys.readouterr()
+    monkeypatch.setattr(held_out, "MAX_COMPARED_TOKENS", 9)
+    evals.check_run(run, ["test"])
+    assert "not checked whether documents of eval.test.path are in the training text" in capsys.readouterr().out
 
 
 def test_only_suites_of_text_run_on_the_test_text(config):

@@ -7,20 +7,46 @@ The fields of a row are:
 
 Questions come from the file <task>_val for boolq, hellaswag, piqa and winogrande, and from <task>_test for the other
 tasks. Examples for few-shot prompts come from <task>_train. A query is the prompt that lm-eval's task of the same name
-makes from the data on the Hugging Face hub, such as "Question: …\\nAnswer:" for arc and piqa, or "activity: context"
-of hellaswag. In a boolq query, "Passage: " at the start and "Answer:" at the end are optional.
+makes from the data on the Hugging Face hub. In a boolq query, "Passage: " at the start and "Answer:" at the end are
+optional. Rows that do not match `FORMS` are refused, since their scores would not be comparable.
 """
 
+import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, did_you_mean, import_extra
-from difftx.json_files import schema_error
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz")
 FIELD = "eval.harness.data_path"
+MARKS = re.compile(r"\[(title|header|step|substeps)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Requirements for the rows of a task's data."""
+
+    texts: tuple[int, ...]  # Allowed numbers of choices, or for winogrande of contexts.
+    query: str  # Regular expression that matches a whole query.
+    shown: str  # Description of the query for error messages.
+    choices: tuple[str, ...] | None = None  # Choices that every row must have; None: any.
+    has_marks: bool = False  # Whether to refuse marks in brackets, such as "[title]", which lm-eval removes.
+
+
+_QUESTION = Form((2, 3, 4, 5), r"Question: .*\nAnswer:", "Question: …\nAnswer:")
+# The forms follow the task files of the same names in lm-eval 0.4.13.
+FORMS = {
+    "arc_challenge": _QUESTION,
+    "arc_easy": _QUESTION,
+    "boolq": Form((2,), r"(Passage: )?.+\nQuestion: .+\?(\nAnswer:)?", "…\nQuestion: …?", choices=("no", "yes")),
+    "hellaswag": Form((4,), r".+: .+", "activity: context", has_marks=True),
+    "openbookqa": Form((4,), r"(?!Question: ).+(?<!\nAnswer:)", "the question alone"),
+    "piqa": dataclasses.replace(_QUESTION, texts=(2,)),
+    "winogrande": Form((2,), r"\S(.*\S)?", "the text after the gap, without spaces around it"),
+}
 
 
 def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test: str, **_: Any) -> dict[str, Any]:
@@ -30,7 +56,7 @@ def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test
     is the field that holds one text per answer, and `test` is the name of the questions' split.
     """
     text_field = "continuation" if list_field == "context_options" else "query"
-    examine = functools.partial(_question, text_field=text_field, list_field=list_field)
+    examine = functools.partial(_question, form=FORMS[task], text_field=text_field, list_field=list_field)
     train = _read(Path(data_path), task, "train", examine) if num_fewshot else []
     if num_fewshot and len(train) <= num_fewshot:
         raise UserError(
@@ -55,10 +81,22 @@ def _read(folder: Path, task: str, split: str, examine: Any) -> list[dict[str, A
     return [examine(record) for record in read_records(path, field=FIELD, what="questions")]
 
 
-def _question(record: Record, *, text_field: str, list_field: str) -> dict[str, Any]:
-    texts, gold = record.field(list_field), record.field("gold")
-    if schema_error(texts, [str]) is not None or "" in texts:
+def _question(record: Record, *, form: Form, text_field: str, list_field: str) -> dict[str, Any]:
+    texts, gold, text = record.field(list_field), record.field("gold"), record.text(text_field)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{record.name}: {list_field}={texts!r} must be a list of texts")
     if type(gold) is not int or not 0 <= gold < len(texts):
         raise UserError(f"{record.name}: gold={gold!r} must be an index of {list_field}, 0 … {len(texts) - 1}")
-    return {text_field: record.text(text_field), list_field: texts, "gold": gold}
+    why = None
+    marked = next((part for part in (text, *texts) if MARKS.search(part)), None)
+    if len(texts) not in form.texts:
+        why = f"{list_field} has {len(texts)} texts, not {' or '.join(map(str, form.texts))}"
+    elif form.choices is not None and tuple(texts) != form.choices:
+        why = f"{list_field} must be {list(form.choices)}"
+    elif not re.fullmatch(form.query, text, re.DOTALL):
+        why = f"{text_field}={text!r} does not have the task's form, {form.shown!r}"
+    elif form.has_marks and marked is not None:
+        why = f"{marked!r} has a mark in brackets, which lm-eval removes"
+    if why is not None:
+        raise UserError(f"{record.name}: {why}; write the row as lm-eval's task does")
+    return {text_field: text, list_field: texts, "gold": gold}
