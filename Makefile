@@ -51,6 +51,7 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample,attention
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 	$(BIN)/python -m difftx report --workdir=$(RUNS)/transformer,$(RUNS)/diff --out=$(RUNS)/report.html
+	@echo "Each model has 0.8M parameters and trained for minutes, so expect a small difference and noisy attention maps."
 	@echo "Open $(abspath $(RUNS)/report.html) in a browser; docs/tutorials/report.md explains it."
 	@echo "Next: source .venv/bin/activate && pip install -e . (the command of the tutorials); then docs/tutorials/own-text.md"
 

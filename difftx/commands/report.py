@@ -11,7 +11,7 @@ RUNS = "runs, folders of runs such as a sweep's, or quoted globs; a Transformer 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page and print its path."""
+    """Write the page, and print its verdict and its path."""
     parser = Parser("difftx report", __doc__)
     parser.add_argument("--workdir", required=True, metavar="RUN[,RUN…]", help=RUNS)
     parser.add_argument(
@@ -26,6 +26,6 @@ def main(arguments: Sequence[str]) -> int:
 
     out = options.out or workdirs[0] / "report.html"
     with uploaded(out.parent) as folder:
-        write_page(list(map(pulled, workdirs)), folder / out.name)
-    print(printable(str(out)))
+        found = write_page(list(map(pulled, workdirs)), folder / out.name)
+    print(printable("\n".join([found.headline, *found.details, str(out)])))
     return 0

@@ -34,8 +34,8 @@ LOSSES = {
 }
 
 
-def write_page(workdirs: Sequence[Path], out: Path) -> Path:
-    """Write the report of runs, whose folders are those of `pulled`, and return its path.
+def write_page(workdirs: Sequence[Path], out: Path) -> Verdict:
+    """Write the report of runs to `out`, and return its verdict. The folders are those that `pulled` returns.
 
     Transformers stand first, because they are the baselines, and all other runs are compared with the first run.
     """
@@ -77,7 +77,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page)
-    return out
+    return judged
 
 
 def _legend(panel: Panel) -> list[tuple[str, str, list[int]]]:

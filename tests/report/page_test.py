@@ -81,6 +81,11 @@ def write_everything(workdir, architecture, offset):
     return workdir
 
 
+def page_of(workdirs, out):
+    write_page(workdirs, out)
+    return out.read_text()
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
@@ -88,7 +93,8 @@ def report(tmp_path_factory):
         write_everything(folder / "diff", "diff", 0.0),
         write_everything(folder / "trans<script>window.pwned=1<script>", "transformer", 0.5),
     ]
-    return write_page(runs, folder / "report.html")
+    write_page(runs, folder / "report.html")
+    return folder / "report.html"
 
 
 @pytest.fixture
@@ -229,9 +235,7 @@ def test_the_page_is_small_self_contained_and_complete(report):
 
 def test_a_run_of_one_step_without_evaluations_has_a_page(tmp_path):
     workdir = write_run(tmp_path / "run", tiny("diff", train__steps=1))
-    page = write_page([workdir], workdir / "report.html")
-    assert page == workdir / "report.html"
-    text = page.read_text()
+    text = page_of([workdir], workdir / "report.html")
     assert "Only the validation loss has been evaluated yet." in text
     assert "stdlib is the source code of Python&#39;s standard library." in text
     for absent in ("Where the time went", "Fields in which the configs differ", "weights at the"):
@@ -246,7 +250,7 @@ def test_provenance_has_the_commands_the_kernel_and_the_first_weights(tmp_path):
     manifest["command"] = "difftx train --config='a b.py' --workdir=x"
     (run / "manifest.json").write_text(json.dumps(manifest))
     write_result(run, "position", 1, {"loss": 1.0})
-    text = write_page([run], out).read_text()
+    text = page_of([run], out)
     for row in ("attention kernel pallas_gpu", "weights at the start 0ab1/300"):
         assert row in re.sub(r"(<[^>]*>|\s)+", " ", text)
     commands = html.unescape(re.search(r"<summary>Commands</summary>\n<pre>(.*?)</pre>", text, re.S)[1])
@@ -275,7 +279,7 @@ def test_the_table_of_two_runs_has_the_difference_of_the_verdict(tmp_path):
     for run, loss, of_blocks in zip(runs, (2.5, 2.0), noise, strict=True):
         blocks = {"nats": (100 * (loss + of_blocks)).tolist(), "tokens": [100] * 20, "targets_sha256": "a"}
         write_result(run, "loss", 6, {"loss": loss}, details={"sets": {"valid": {"blocks": blocks}}})
-    text = write_page(runs, tmp_path / "report.html").read_text()
+    text = page_of(runs, tmp_path / "report.html")
     table, rows = numbers_of(text)
     found = {" ".join(row[:2]): row for row in rows}
     assert rows[0] == ["transformer", "diff"]
@@ -301,7 +305,7 @@ def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
     for run, loss in zip(runs, (2.0, 3.0), strict=True):
         write_result(run, "loss", 6, {"loss": loss, "bits_per_byte": loss / 4})
         write_result(run, "position", 6, {"loss": loss}, options={"samples": loss})
-    text = write_page(runs, tmp_path / "report.html").read_text()
+    text = page_of(runs, tmp_path / "report.html")
     # The notes of `data_notes` and of `option_notes` are on the page too.
     for note in (
         "have different tokenizers",
@@ -396,7 +400,7 @@ def test_control_characters_are_escaped(tmp_path):
         stop = {"split": "stop", "step": 2, "attempt": 1, "reason": hostile, "bad_steps": [1, 2]}
         file.write(json.dumps(stop) + "\n")
     write_result(run, "sample", 3, {}, details={"samples": [{"prompt": hostile, "completion": hostile}]})
-    page = write_page([run], tmp_path / "page.html").read_text()
+    page = page_of([run], tmp_path / "page.html")
     assert not UNPRINTABLE.search(page)
     assert page.count(r"x\x1b]0;t\x07 \x9b31m \u202e \ud800") == 3
     assert r"run\x1b[31m\u202e" in page

@@ -76,11 +76,14 @@ def test_training_reports_the_crossings_in_its_rows(config, text_file, tmp_path,
 @pytest.mark.long
 def test_report_contains_the_warning(config, tmp_path):
     workdir = write_run(tmp_path / "diff", config("diff"), layers=2)
-    assert "Warning: λ left" not in write_page([workdir], tmp_path / "without.html").read_text()
+    out = tmp_path / "report.html"
+    write_page([workdir], out)
+    assert "Warning: λ left" not in out.read_text()
     writer = MetricsWriter(workdir, config().logging, 6)
     for step in range(4, 18):
         writer.write("lambda_crossing", step, {"layer": 2, "value": math.nan if step == 5 else -0.625})
     writer.close()
-    page = write_page([workdir], tmp_path / "report.html").read_text()
+    write_page([workdir], out)
+    page = out.read_text()
     assert "Warning: λ left [-0.5, 2] in layer 2 at step 4 (λ = -0.625), layer 2 at step 5 (λ = –)" in page
     assert "and 4 more times. Below this range, the second attention weights are added to the first" in page
