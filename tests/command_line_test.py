@@ -122,6 +122,11 @@ def test_a_command_changes_only_its_groups():
     [
         ("train --config=toy --lr=3e-4", "--lr=3e-4: no such flag. Did you mean --config.optimizer.learning_rate?"),
         ("train --config=toy --steps 10", "--steps: no such flag. Did you mean --config.train.steps?"),
+        ("train --config=toy --batch_size=32", "--config.train.global_batch_tokens (in tokens: sequences × data.seq"),
+        ("train --config=toy --num_train_epochs=3", "Did you mean --config.train.steps (in updates, not epochs)?"),
+        ("train --config=toy --train.batch_size=32", "Did you mean 'train.global_batch_tokens' (in tokens: sequences"),
+        ("train --config=toy --resume_from_checkpoint=x", "Did you mean --workdir?"),
+        ("eval --workdir=x --tasks=piqa", "Did you mean --suite (tasks of lm-eval: --suite=harness --eval.h"),
         ("train --config=toy steps=10", "steps=10: no such flag. Did you mean --config.train.steps?"),
         ("train --config=toy --seed=9", "Did you mean --config.data.seed or --config.train.seed or"),
         ("train --config=toy --dry-run", "--dry-run: no such flag. Did you mean --dry_run?"),

@@ -20,7 +20,7 @@ from difftx.config import Config
 from difftx.config.build import annotation_of, parse_text
 from difftx.config.fields import Positive, marks, options, types_of
 from difftx.config.recipes import is_json, load_config, recipe_names
-from difftx.config.synonyms import field_named, flag_named
+from difftx.config.synonyms import field_named, flag_named, note_on
 from difftx.errors import UserError, closest
 from difftx.files import matching_folders, require_local_paths, require_run, require_writable_file
 from difftx.registry import load_extensions
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
             return UserError(f"{argument!r} belongs to no flag; quote a value that has spaces, and write a list as a,b")
         known = {one.rpartition(".")[2]: spelled for one, spelled in fields.items()} | fields | flags
         if meant := meant or known.get(closest(name, known, cutoff=0.75) or ""):
-            return UserError(f"{argument}: no such flag. Did you mean {meant}?")
+            return UserError(f"{argument}: no such flag. Did you mean {meant}{note_on(name, flag if flag in flags else field)}?")
         if self.fields and field:
             return self._unchanged(argument, field)
         overrides = ", --config.path.to.field" if "config" in self.fields else ""

@@ -69,7 +69,8 @@ def files_of(pattern: str, field: str) -> dict[AnyPath, int]:
         sizes = {file: file.stat().st_size for file in sorted(found) if file.is_file()}
     if not sizes:
         raise UserError(
-            f"{field}={pattern!r}: no such file, no such folder with files, and no file matches it as a glob"
+            f"{field}={pattern!r}: no such file, no such folder with files, and no file matches it as a glob; `difftx "
+            "prepare --input=hf:NAME` reads a data set of the Hugging Face Hub"
         )
     return sizes
 
