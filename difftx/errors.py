@@ -85,7 +85,8 @@ def read_error(error: BaseException, message: str) -> UserError | UnreadableErro
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'X'?" for the known name that is most similar to `name`, or else all known names."""
     known = sorted(known)
-    return f" Did you mean {close!r}?" if (close := closest(name, known)) else f" Known: {', '.join(known)}."
+    close = closest(name, known, cutoff=0.7)
+    return f" Did you mean {close!r}?" if close else f" Known: {', '.join(known)}."
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

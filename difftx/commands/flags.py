@@ -106,7 +106,8 @@ class Parser(argparse.ArgumentParser):
             return UserError(f"{argument!r} belongs to no flag; quote a value that has spaces, and write a list as a,b")
         known = {one.rpartition(".")[2]: spelled for one, spelled in fields.items()} | fields | flags
         if meant := meant or known.get(closest(name, known, cutoff=0.75) or ""):
-            return UserError(f"{argument}: no such flag. Did you mean {meant}{note_on(name, flag if flag in flags else field)}?")
+            note = note_on(name, flag if flag in flags else field)
+            return UserError(f"{argument}: no such flag. Did you mean {meant}{note}?")
         if self.fields and field:
             return self._unchanged(argument, field)
         overrides = ", --config.path.to.field" if "config" in self.fields else ""

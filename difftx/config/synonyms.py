@@ -58,7 +58,8 @@ SYNONYMS = {
 # Flag of a command → names that newcomers bring.
 FLAG_SYNONYMS = {
     "config": "recipe config_file config_name config_path",
-    "workdir": "model model_path checkpoint ckpt resume resume_from_checkpoint output_dir run_dir out_dir save_dir logdir",
+    "workdir": "model model_path checkpoint ckpt resume resume_from_checkpoint output_dir run_dir out_dir save_dir "
+    "logdir",
     "suite": "suites task tasks",
     "prompt": "text input_text",
     "new_tokens": "max_new_tokens max_tokens max_length num_tokens",
@@ -68,6 +69,8 @@ FLAG_SYNONYMS = {
 NOTES = {
     "train.global_batch_tokens": "in tokens: sequences × data.sequence_length",
     "train.steps": "in updates, not epochs",
+    "logging.trackers": "such as wandb:PROJECT",
+    "workdir": "directory of a run; a training resumes a run that exists",
     "suite": "tasks of lm-eval: --suite=harness --eval.harness.tasks=…",
 }
 
