@@ -252,12 +252,20 @@ def test_bad_input_gives_exit_code_2_and_the_reason(tmp_path, name, text, flags,
     assert message in refused(tmp_path / "out", f"--input={tmp_path / name}", *flags)
 
 
+def test_the_proposed_field_can_be_set_in_the_same_folder(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
+    flags = f"--input={tmp_path / 'in.jsonl'}", "--valid_fraction=0.5"
+    assert "choose with --text_field" in refused(tmp_path / "store", *flags)
+    prepared(tmp_path / "store", *flags, "--text_field=content")
+
+
 def test_unfinished_run_with_other_settings_is_rejected(corpus, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "good.jsonl").write_text('{"text": "c"}\n')
     out = tmp_path / "store"
-    refused(out, f"--input={source}")
-    message = refused(out, f"--input={source}", "--text_field=content")
+    refused(out, f"--input={tmp_path}/*.jsonl")
+    message = refused(out, f"--input={tmp_path}/*.jsonl", "--text_field=content")
     assert "text_field ('text', now 'content'): differs from the unfinished run" in message
     assert f"choose another --out, or delete {out}" in message
     shutil.rmtree(out)
