@@ -154,7 +154,8 @@ def parse(value: Any, annotation: Any, field: str) -> Any:
         return value
     literals = [kind for kind in fields.options(annotation) if get_origin(kind) is Literal]
     choices = list(itertools.chain.from_iterable(map(get_args, literals)))
-    hint = f".{did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
+    close = closest(value, choices) if choices and isinstance(value, str) else None
+    hint = f". Did you mean {close!r}?" if close else ""
     raise UserError(f"{field}={value!r}: expected {describe_type(annotation)}{hint}")
 
 
