@@ -131,7 +131,7 @@ def test_user_errors_of_eval(tmp_path):
         (["--curves=no/such/*", f"--out={tmp_path}"], "no folder with a metrics.jsonl"),
         (["--curves=no/such/*"], "need --out=DIR"),
         ([f"--scaling={workdir}", f"--out={tmp_path}"], "too few points"),
-        ([], "--workdir and --suite"),
+        ([], "--workdir=RUN --suite=loss"),
     ):
         with pytest.raises(UserError, match=message):
             eval_command.main(flags)

@@ -173,7 +173,8 @@ def prepare_process(options: argparse.Namespace) -> None:
     require_local_paths(options)
     compilation_cache.enable()
     load_extensions(options.extension)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Libraries print failures that difftx reports itself.
+    for library in ("absl", "huggingface_hub.utils._http"):  # They print failures that difftx reports itself.
+        logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
 def require_file_path(flag: str, path: AnyPath) -> None:
