@@ -131,6 +131,7 @@ def test_a_command_changes_only_its_groups():
         ("train --config=toy steps=10", "steps=10: no such flag. Did you mean --config.train.steps?"),
         ("train --config=toy --seed=9", "Did you mean --config.data.seed or --config.train.seed or"),
         ("train --config=toy --dry-run", "--dry-run: no such flag. Did you mean --dry_run?"),
+        ("train --config=toy --dry_run=true", "argument --dry_run: takes no value, but has 'true'; see difftx train"),
         ("train --config=toy --zzz", "--zzz: no such flag. Known: --help, --config, --workdir, "),
         ("train --train.steps=9", "the following arguments are required: --config; see difftx train --help"),
         ("generate --workdir=x --max_new_tokens=20", "Did you mean --new_tokens?"),

@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Raise the error of a flag."""
+        message = message.replace("ignored explicit argument", "takes no value, but has")
         raise UserError(f"{message}; see {self.prog} --help")
 
     def overrides(self, arguments: Sequence[str]) -> dict[str, str]:
