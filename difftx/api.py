@@ -55,6 +55,8 @@ def load(
             the run needs is not given.
     """
     load_extensions(extensions)
+    if isinstance(step, str):
+        raise UserError(f"step={step!r}: expected an integer")
     folder = path_of("path", os.fspath(path))
     raw = read_json(folder / CONFIG) if size_of(folder / CONFIG) is not None else None
     if isinstance(raw, dict) and "architectures" in raw:
@@ -97,6 +99,8 @@ def train(
             did after too many bad steps.
     """
     began = time.perf_counter()
+    if isinstance(config, Mapping):
+        raise UserError('config: name a recipe, such as "quickstart:diff", and give fields as keyword arguments')
     load_extensions(extensions)
     folder = path_of("workdir", os.fspath(workdir))
     made = command.checked(config_of(os.fspath(config), named_fields(fields)))
@@ -129,6 +133,8 @@ def evaluate(
     Raises:
         UserError: A suite or a field is not valid, the run is an exported folder, or the data have changed.
     """
+    if not isinstance(run, TrainedRun):
+        raise UserError(f"run={run!r}: expected a run, which difftx.load returns")
     names = suites.split(",") if isinstance(suites, str) else list(suites)
     check_suites(names)
     overrides = named_fields({"eval": fields})

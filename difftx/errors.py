@@ -83,9 +83,14 @@ def read_error(error: BaseException, message: str) -> UserError | UnreadableErro
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'X'?" for the known name that is most similar to `name`, or else all known names."""
+    """Return " Did you mean 'X'?" for the known name that is most similar to `name`, or else all known names.
+
+    If the names are not very similar, such as "export" and "report", return both.
+    """
     known = sorted(known)
-    return f" Did you mean {close!r}?" if (close := closest(name, known)) else f" Known: {', '.join(known)}."
+    close = closest(name, known)
+    guess = f" Did you mean {close!r}?" if close else ""
+    return guess if closest(name, known, cutoff=0.7) else f"{guess} Known: {', '.join(known)}."
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

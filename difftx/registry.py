@@ -44,11 +44,11 @@ class Registry[T](Mapping[str, T]):
     """A mapping from names to implementations of one kind, such as "architecture".
 
     `builtin` maps names to entries, or to texts "module:attribute". Such an attribute is imported at its first use, so
-    that commands start fast.
+    that commands start fast. `hint` ends the message about a name without an entry.
     """
 
-    def __init__(self, kind: str, builtin: Mapping[str, str | T]):
-        self.kind, self.builtin = kind, tuple(builtin)
+    def __init__(self, kind: str, builtin: Mapping[str, str | T], hint: str = ""):
+        self.kind, self.builtin, self.hint = kind, tuple(builtin), hint + EXTENSION_HINT
         self._entries: dict[str, Any] = dict(builtin)
 
     def register[U](self, name: str) -> Callable[[U], U]:
@@ -73,8 +73,7 @@ class Registry[T](Mapping[str, T]):
         """Raise `UserError` if one of the names has no entry. No entry is imported."""
         for name in names:
             if name not in self._entries:
-                hint = did_you_mean(name, self._entries) + EXTENSION_HINT
-                raise UserError(f"{name!r}: no such {self.kind}.{hint}")
+                raise UserError(f"{name!r}: no such {self.kind}.{did_you_mean(name, self._entries)}{self.hint}")
 
     def __getitem__(self, name: str) -> T:
         self.check([name])

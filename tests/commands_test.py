@@ -48,9 +48,10 @@ def test_each_command_refuses_a_config_that_does_not_fit(tmp_path):
 def test_a_user_error_exits_with_code_2_and_its_reason():
     cases = [
         (["--workdir=x", "--config.eval.suites=loss,exact_match"], "no data path is a synthetic task"),
-        (["--workdir=x", "--config.data.path=no/such/*.txt"], "data.path='no/such/*.txt'"),
+        (["--workdir=x", "--config.data.path=no/such/*.txt"], "glob; `difftx prepare --input=hf:NAME` reads a data"),
         (["--workdir=x", "--confg.model.num_heads=3"], "Did you mean --config.model.num_heads?"),
         (["--print_config", "--config.train.global_batch_tokens=1000"], "is not a multiple of data.sequence_length × "),
+        (["--print_config", "--config.train.global_batch_tokens=32"], "use 256, or 8192 if 32 is a number of rows"),
         ([], "--workdir=DIR is needed"),
     ]
     started = [["train.py", "--config=configs/quickstart.py", *flags] for flags, _ in cases]
@@ -130,7 +131,7 @@ def test_user_errors_of_eval(tmp_path):
         (["--curves=no/such/*", f"--out={tmp_path}"], "no folder with a metrics.jsonl"),
         (["--curves=no/such/*"], "need --out=DIR"),
         ([f"--scaling={workdir}", f"--out={tmp_path}"], "too few points"),
-        ([], "--workdir and --suite"),
+        ([], "--workdir=RUN --suite=loss"),
     ):
         with pytest.raises(UserError, match=message):
             eval_command.main(flags)

@@ -75,5 +75,6 @@ def test_names_of_other_trainers_lead_to_fields():
         "train.learning_rate": "optimizer.learning_rate",  # A field of another group.
         "model.num_layer": "num_layers",
     }.items():
-        with pytest.raises(UserError, match=rf"{re.escape(wrong)}.*no such field\. Did you mean '{right}'\?"):
+        message = rf"{re.escape(wrong)}.*no such field\. Did you mean '{right}'( \(in .*\))?\?"
+        with pytest.raises(UserError, match=message):
             load_config(QUICKSTART, {wrong: "1"})

@@ -51,7 +51,8 @@ def test_few_numbers_may_be_negative():
     [
         *(("model.norm_eps", text, "=-?(nan|inf): expected a finite") for text in ("nan", "-inf", "1e999")),
         ("eval.needle.depths", "0.5,nan", r"\[1\]=nan: expected a finite number"),
-        ("model.norm_eps", "-0.5", r"=-0\.5 must be positive"),
+        ("model.norm_eps", "-0.5", r"=-0\.5 must be positive$"),
+        ("optimizer.clip_norm", "0", r"=0\.0 must be positive; None is possible too$"),  # 0 turns it off in nanoGPT.
         ("eval.needle.depths", "0.5,-0.5", r"\[1\]=-0\.5 must lie in 0 … 1"),
         *(("train.steps", str(n), r": an integer of \d+ bits; at most 63") for n in (2**63, -(10**30))),
         ("train.steps", "1e30", "='1e30': expected an integer"),

@@ -237,6 +237,13 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
     assert expected in str(error.value)
 
 
+def test_a_file_without_get_config_is_no_recipe(tmp_path):
+    path = tmp_path / "nanogpt.py"
+    path.write_text("batch_size = 12\n")
+    with pytest.raises(UserError, match=r"nanogpt\.py: the file has no function get_config; configs/quickstart\.py"):
+        load_config(str(path), {})
+
+
 @pytest.mark.parametrize(
     ("recipe", "text", "steps"),
     [

@@ -82,6 +82,7 @@ def test_the_closest_known_name_is_suggested(name, meant):
     known += ["train.steps", "train.seed", "data.seed"]
     known += [f"model.layers.{i}.{part}_proj.weight" for i in range(2) for part in "qkv"]
     assert did_you_mean(name, known) == f" Did you mean {meant!r}?"
+    assert did_you_mean("lion", ["adamw", "muon"]) == " Did you mean 'muon'? Known: adamw, muon."
 
 
 @pytest.mark.parametrize("command", [["train.py", "--help"], ["-m", "difftx", "generate"]])

@@ -163,6 +163,17 @@ def test_mistakes_are_one_line(run, folder, tmp_path):
         (train(model={"d_modle": 3}), "model.d_modle: no such field. Did you mean 'd_model'?"),
         (train(steps="many"), "train.steps='many': expected an integer"),
         (train(suites=["lose"]), "'lose': no such suite. Did you mean 'loss'?"),
+        (
+            train(batch_size=32),
+            "Did you mean 'train.global_batch_tokens' (in tokens: sequences × data.sequence_length)?",
+        ),
+        (
+            lambda: difftx.train({"train": {"steps": 3}}, tmp_path / "run"),
+            'config: name a recipe, such as "quickstart:d',
+        ),
+        (lambda: difftx.load(run.workdir, step="3"), "step='3': expected an integer"),
+        (lambda: difftx.evaluate(str(run.workdir), "loss"), "expected a run, which difftx.load returns"),
+        (lambda: run.logits(["a", "b"]), "text=['a', 'b']: expected one text, or its token ids"),
         (lambda: difftx.load(tmp_path / "none"), "no config.json there, so it is not a run"),
         (lambda: difftx.load(run.workdir, extensions="own.py"), "extensions='own.py' is one path; give a list, such"),
         (lambda: difftx.evaluate(run, "loss", lost_tokens=3), "eval.lost_tokens: no such field. Did you mean"),

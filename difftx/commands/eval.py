@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
             parser.error("--curves and --scaling need --out=DIR")
         (evaluate.draw_curves if args.curves else evaluate.fit_scaling)(args)
     elif args.workdir is None or not args.suite:
-        parser.error("give --workdir and --suite, --curves or --scaling and --out, or --list")
+        parser.error("give --workdir=RUN --suite=loss (or another of --list), or --curves or --scaling with --out")
     else:
         options: dict[str, Any] = {"steps": args.step, "part": args.weights, "again": args.again, "flags": args}
         options |= {"trusted": args.trust_run_config, "show": evaluate.show_result}

@@ -20,7 +20,7 @@ from difftx.config import Config
 from difftx.config.build import annotation_of, parse_text
 from difftx.config.fields import Positive, marks, options, types_of
 from difftx.config.recipes import is_json, load_config, recipe_names
-from difftx.config.synonyms import field_named, flag_named
+from difftx.config.synonyms import field_named, flag_named, note_on
 from difftx.errors import UserError, closest
 from difftx.files import matching_folders, require_local_paths, require_run, require_writable_file
 from difftx.registry import load_extensions
@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Raise the error of a flag."""
+        message = message.replace("ignored explicit argument", "takes no value, but has")
         raise UserError(f"{message}; see {self.prog} --help")
 
     def overrides(self, arguments: Sequence[str]) -> dict[str, str]:
@@ -106,7 +107,8 @@ class Parser(argparse.ArgumentParser):
             return UserError(f"{argument!r} belongs to no flag; quote a value that has spaces, and write a list as a,b")
         known = {one.rpartition(".")[2]: spelled for one, spelled in fields.items()} | fields | flags
         if meant := meant or known.get(closest(name, known, cutoff=0.75) or ""):
-            return UserError(f"{argument}: no such flag. Did you mean {meant}?")
+            note = note_on(name, flag if flag in flags else field)
+            return UserError(f"{argument}: no such flag. Did you mean {meant}{note}?")
         if self.fields and field:
             return self._unchanged(argument, field)
         overrides = ", --config.path.to.field" if "config" in self.fields else ""
@@ -172,7 +174,8 @@ def prepare_process(options: argparse.Namespace) -> None:
     require_local_paths(options)
     compilation_cache.enable()
     load_extensions(options.extension)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Libraries print failures that difftx reports itself.
+    for library in ("absl", "huggingface_hub.utils._http"):  # They print failures that difftx reports itself.
+        logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
 def require_file_path(flag: str, path: AnyPath) -> None:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--valid_input", help="separate validation text; no other documents are then held out")
     share = "share of documents held out (%(default)s)"
     parser.add_argument("--valid_fraction", action=value_flag(UnitHalfOpen), default=0.01, help=share)
-    parser.add_argument("--text_field", default="text", help="field of JSON lines and tables (%(default)s)")
+    parser.add_argument("--text_field", default=Fields.text, help="field of JSON lines and tables (%(default)s)")
     parser.add_argument("--prompt_field", help="field that precedes each text; the loss does not count its tokens")
     parser.add_argument("--messages_field", help="field with a conversation; the loss counts the assistant's messages")
     date = "date that the chat template writes, such as 2026-01-31"
@@ -117,6 +117,11 @@ def _sources(job: Job) -> list[Source]:
     if any(source.kind in TOKEN_FILES for source in sources):
         ids = {"end_of_text": job.loaded_tokenizer.eot_token, "bin_dtype": job.bin_dtype}
         sources = [dataclasses.replace(each, **ids) for each in sources]
+    if sources and job.fields.text != Fields.text and all(each.kind in ("texts", *TOKEN_FILES) for each in sources):
+        file = sources[0].files[0]
+        raise UserError(
+            f"--text_field={job.fields.text}: {file} is read whole, without fields; give JSON lines or Parquet"
+        )
     if len(sources) == 1 and sources[0].kind == "texts" and len(sources[0].files) == 1 and job.valid_fraction:
         text = f"{sources[0].files[0]}: a single text: its last {job.valid_fraction:.2%} is held out for validation"
         print(printable(text))

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from ml_collections import ConfigDict, FieldReference
 
 from difftx.config import Config, fields
-from difftx.config.synonyms import field_named
+from difftx.config.synonyms import field_named, note_on
 from difftx.errors import UserError, closest, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
@@ -149,11 +149,13 @@ def parse(value: Any, annotation: Any, field: str) -> Any:
             (scheme_of if fields.Flag.BUCKET in fields.marks_of(annotation) else require_local)(field, value)
         for rule in rules if value is not None else ():
             if not rule.holds(value):
-                raise UserError(f"{field}={value}{rule.message}")
+                none = "; None is possible too" if NoneType in fields.options(annotation) else ""
+                raise UserError(f"{field}={value}{rule.message}{none}")
         return value
     literals = [kind for kind in fields.options(annotation) if get_origin(kind) is Literal]
     choices = list(itertools.chain.from_iterable(map(get_args, literals)))
-    hint = f".{did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
+    close = closest(value, choices) if choices and isinstance(value, str) else None
+    hint = f". Did you mean {close!r}?" if close else ""
     raise UserError(f"{field}={value!r}: expected {describe_type(annotation)}{hint}")
 
 
@@ -182,7 +184,7 @@ def describe_type(annotation: Any) -> str:
 def _no_field(group: type, name: str, field: str) -> UserError:
     """Return the error for a field that a group does not have. `field` is its full name, possibly with a value."""
     if other := field_named(name):
-        return UserError(f"{field}: no such field. Did you mean {other!r}?")
+        return UserError(f"{field}: no such field. Did you mean {other!r}{note_on(name, other)}?")
     hint = EXTENSION_HINT if issubclass(group, fields.Extensible) else ""
     return UserError(f"{field}: no such field.{did_you_mean(name, fields.types_of(group))}{hint}")
 

@@ -39,6 +39,8 @@ def load_config(spec: str, overrides: Mapping[str, Any]) -> Config:
     path, argument = split_spec(spec)
     module = _import_recipe(path)
     changes = parsed(overrides)  # Before the recipe, which may take seconds. Its file may have added groups.
+    if not callable(getattr(module, "get_config", None)):
+        raise UserError(f"--config={path}: the file has no function get_config; configs/quickstart.py is an example")
     with one_line_errors(module):
         values = module.get_config(argument) if argument else module.get_config()
         if not isinstance(values, ConfigDict):

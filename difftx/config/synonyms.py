@@ -48,7 +48,7 @@ SYNONYMS = {
     "mesh.slices": "dcn_data_parallelism num_slices",
     "checkpoint.every_steps": "save_steps save_interval checkpoint_period ckpt_interval",
     "checkpoint.keep": "save_total_limit max_to_keep",
-    "checkpoint.init_from": "load_parameters_path initialize_from resume_from_checkpoint",
+    "checkpoint.init_from": "load_parameters_path initialize_from",
     "eval.every_steps": "eval_steps eval_interval steps_per_eval",
     "logging.every_steps": "logging_steps log_interval log_period log_freq",
     "logging.trackers": "report_to wandb enable_wandb wandb_log wandb_project tensorboard mlflow trackio",
@@ -58,10 +58,20 @@ SYNONYMS = {
 # Flag of a command → names that newcomers bring.
 FLAG_SYNONYMS = {
     "config": "recipe config_file config_name config_path",
-    "workdir": "model model_path checkpoint ckpt resume output_dir run_dir out_dir save_dir logdir",
+    "workdir": "model model_path checkpoint ckpt resume resume_from_checkpoint output_dir run_dir out_dir save_dir "
+    "logdir",
     "suite": "suites task tasks",
     "prompt": "text input_text",
     "new_tokens": "max_new_tokens max_tokens max_length num_tokens",
+}
+
+# Field or flag → what messages add to it, because its values differ from those in other trainers.
+NOTES = {
+    "train.global_batch_tokens": "in tokens: sequences × data.sequence_length",
+    "train.steps": "in updates, not epochs",
+    "logging.trackers": "such as wandb:PROJECT",
+    "workdir": "directory of a run; a training resumes a run that exists",
+    "suite": "tasks of lm-eval: --suite=harness --eval.harness.tasks=…",
 }
 
 
@@ -77,3 +87,9 @@ def field_named(name: str) -> str | None:
             return field
     same = [field for field, _ in marks(Config) if field.rpartition(".")[2] == name]
     return same[0] if len(same) == 1 else None
+
+
+def note_on(name: str, meant: str | None) -> str:
+    """Return the note, such as " (in updates, not epochs)", on a field or flag that others call `name`, or ""."""
+    names = (SYNONYMS | FLAG_SYNONYMS).get(meant or "", "").split()
+    return f" ({NOTES[meant]})" if meant in NOTES and name in names else ""

@@ -27,6 +27,7 @@ else:
 ZSTD_OPTIONS = {zstd.DecompressionParameter.window_log_max: zstd.DecompressionParameter.window_log_max.bounds()[1]}
 OPENERS = {".gz": gzip.open, ".zst": functools.partial(zstd.open, options=ZSTD_OPTIONS), ".xz": lzma.open}
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+ONE_OBJECT = 'write one object per line, such as {"prompt": "Once"}'  # The fix of a line that is none.
 BYTE_ORDER_MARK = "\ufeff"  # Some programs on Windows write it at the start of UTF-8. It is not part of the text.
 
 
@@ -69,7 +70,8 @@ def files_of(pattern: str, field: str) -> dict[AnyPath, int]:
         sizes = {file: file.stat().st_size for file in sorted(found) if file.is_file()}
     if not sizes:
         raise UserError(
-            f"{field}={pattern!r}: no such file, no such folder with files, and no file matches it as a glob"
+            f"{field}={pattern!r}: no such file, no such folder with files, and no file matches it as a glob; `difftx "
+            "prepare --input=hf:NAME` reads a data set of the Hugging Face Hub"
         )
     return sizes
 
@@ -122,7 +124,7 @@ def _record(name: str, line: bytes) -> Record:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:  # A UnicodeDecodeError is a ValueError.
-        raise UserError(f"{name} is not JSON ({error})") from error
+        raise UserError(f"{name} is not JSON ({error}); {ONE_OBJECT}") from error
     if not isinstance(values, dict):
-        raise UserError(f'{name} is not a JSON object, such as {{"text": "Once"}}')
+        raise UserError(f"{name} is not a JSON object; {ONE_OBJECT}")
     return Record(name, values)

@@ -29,7 +29,7 @@ GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. It spreads the seeds of sources.
 ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the training and validation data if data.sources is empty.
 # Folders that the corpus "stdlib" excludes: tests, installed packages, character tables, and generated text.
 STDLIB_WITHOUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
-# Suffixes of files that only `difftx prepare` reads. `.json` is missing, because such a file may be plain text.
+# Suffixes of files that only `difftx prepare` reads. A `.json` file among others may be plain text, such as code.
 NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet", ".npy", ".bin")
 # Longer texts are split at line ends, so that even a single file yields training and validation documents.
 DOCUMENT_BYTES = 65_536
@@ -227,8 +227,10 @@ def text_files(path: str | None, field: str = "data.path") -> Sequence[AnyPath]:
 
 def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
     """Yield the text of all files of a path, split at line ends into documents of about `DOCUMENT_BYTES`."""
-    for file in text_files(path, field):
-        if file.suffix.lower() in NOT_PLAIN_TEXT:
+    files = text_files(path, field)
+    refused = NOT_PLAIN_TEXT if len(files) > 1 else (*NOT_PLAIN_TEXT, ".json")
+    for file in files:
+        if file.suffix.lower() in refused:
             raise UserError(
                 f"{field}={path!r}: {file.name} is not plain text; make a store of it, `difftx prepare "
                 f"--input={shlex.quote(str(path))} --tokenizer=TOKENIZER --out=FOLDER`, and set {field}=FOLDER"

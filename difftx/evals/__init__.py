@@ -38,7 +38,9 @@ _LISTED = {
 
 # Each entry is a `Suite` (`difftx/evals/suite.py`).
 SUITES: Registry["Suite"] = Registry(
-    "suite", {name: f"{__name__}.{listed.module}:SUITE" for name, listed in _LISTED.items()}
+    "suite",
+    {name: f"{__name__}.{listed.module}:SUITE" for name, listed in _LISTED.items()},
+    hint=" Tasks of lm-eval need --suite=harness --eval.harness.tasks=….",
 )
 
 

@@ -156,6 +156,8 @@ class TrainedRun:
 
     def _tokens(self, text: Text, *, least: int, most: int) -> list[int]:
         """Return the token ids of a text, or raise `UserError` if their number or an id is not allowed."""
+        if not isinstance(text, str) and any(isinstance(token, str) for token in text):
+            raise UserError(f"text={text!r}: expected one text, or its token ids")
         tokens = self.tokenizer.encode_prompt(text) if isinstance(text, str) else [*map(operator.index, text)]
         if not least <= len(tokens) <= most:
             extra = "" if most == self._lm.context_length else " + 1"

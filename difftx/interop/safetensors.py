@@ -47,7 +47,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         if (folder / FILE).is_file():
             return _read_header(folder / FILE)
         others = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".bin", ".pt", ".pth")]
-        hint = f"; convert {others[0]} to safetensors first" if others else ""
+        hint = f"; convert {others[0]} to safetensors first" if others else "; put the weights there"
         raise UserError(f"{folder} has neither {FILE} nor {INDEX}{hint}")
     index = read_json(folder / INDEX)
     if why := schema_error(index, {"weight_map": {str: str}}):

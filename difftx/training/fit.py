@@ -61,9 +61,11 @@ def _check_groups(config: Config) -> None:
     model, data, train, keep_best = config.model, config.data, config.train, config.checkpoint.keep_best
     unit = data.sequence_length * train.accumulation
     if train.global_batch_tokens % unit:
+        tokens = train.global_batch_tokens
+        rows = f", or {tokens * unit} if {tokens} is a number of rows" if tokens < data.sequence_length else ""
         raise UserError(
-            f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of data.sequence_length × "
-            f"train.accumulation = {unit}; use {max(1, round(train.global_batch_tokens / unit)) * unit}"
+            f"train.global_batch_tokens={tokens} is not a multiple of data.sequence_length × train.accumulation = "
+            f"{unit}; use {max(1, round(tokens / unit)) * unit}{rows}"
         )
     if (warmup := config.warmup_steps) >= train.steps:
         smaller = f"{train.steps // 2}, or train.steps to {2 * warmup}" if train.steps > 1 else "0"

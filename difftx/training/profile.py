@@ -51,7 +51,7 @@ def out_of_memory(run: Run, error: jax.errors.JaxRuntimeError) -> RunError | Non
     Return an error that names the file, or None for another error.
     """
     message = str(error)
-    if "RESOURCE_EXHAUSTED" not in message:
+    if "RESOURCE_EXHAUSTED" not in message and "Out of memory" not in message:  # CPUs also report INTERNAL.
         return None
     path = run.workdir / f"device_memory-{jax.process_index()}.prof"
     with new_file(path) as file:

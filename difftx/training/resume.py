@@ -13,7 +13,7 @@ from difftx.config.fields import Effect, Flag, fields_with, flat, marks, values_
 from difftx.data.loader import Loader, signature_changes
 from difftx.data.mixture import begun
 from difftx.errors import UserError, shown
-from difftx.files import list_folder, resolved, size_of, source_sha256
+from difftx.files import resolved, size_of, source_sha256
 from difftx.parallel.multihost import barrier, decide_on_primary, is_primary, print_on_primary
 from difftx.registry import changed_extensions
 from difftx.storage.paths import path_of
@@ -276,7 +276,7 @@ def read_source[T](field: str, source: str, read: Callable[[Manifest], T]) -> T:
     path, name = path_of(field, source), f"{field}={source}"
 
     def is_checkpoint() -> bool:
-        if size_of(path / MANIFEST) is None or list_folder(path).get("checkpoints"):
+        if size_of(path / MANIFEST) is None or size_of(path / "config.json") is not None:  # A run has both.
             return False
         if why := why_invalid(path, content=True):
             raise UserError(f"{name}: the checkpoint does not verify: {why}")
@@ -286,7 +286,9 @@ def read_source[T](field: str, source: str, read: Callable[[Manifest], T]) -> T:
         return read(read_manifest(resolved(path)))
     found = Checkpoints(path).read_newest(read)
     if found is None:
-        raise UserError(f"{name}: neither a run with checkpoints nor a checkpoint's folder")
+        raise UserError(
+            f"{name}: neither a run with checkpoints nor a checkpoint's folder; `difftx convert` imports other models"
+        )
     return found
 
 

@@ -236,7 +236,11 @@ def read_config(workdir: AnyPath) -> Config:
 def read_run_manifest(workdir: AnyPath) -> dict[str, Any]:
     """Return the content of a run's `manifest.json`. Raise `UserError` if it is corrupt or has another format."""
     path = workdir / MANIFEST
-    manifest = read_json(path) if size_of(path) is not None else {}
+    if size_of(path) is None:
+        raise UserError(
+            f"{workdir}: no {MANIFEST} there, so it is not a run; `difftx convert` makes one of other models"
+        )
+    manifest = read_json(path)
     if isinstance(manifest, dict) and (number := manifest.get("format")) != RUN_FORMAT:
         found = f"format {number}" if schema_error(number, int) is None else "no format number"
         raise OtherFormatError(

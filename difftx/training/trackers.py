@@ -215,7 +215,8 @@ def check_trackers(trackers: Iterable[str], *, installed_only: bool = False) -> 
             if name == "wandb" and not installed_only:
                 _check_wandb(argument)
         except UserError as error:
-            raise UserError(f"logging.trackers={tracker!r}: {error}; or remove this tracker") from error
+            reason = str(error).removesuffix(".")
+            raise UserError(f"logging.trackers={tracker!r}: {reason}; or remove this tracker") from error
 
 
 def _check_wandb(project: str) -> None:

@@ -123,6 +123,7 @@ STORE = r"is not plain text; make a store of it, `difftx prepare --input=\S+ --t
         ("packed.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0), rf"packed\.jsonl\.gz {STORE}"),
         ("lines.jsonl", b'{"text": "a"}', rf"lines\.jsonl {STORE}"),
         ("LINES.JSONL", b'{"text": "a"}', rf"LINES\.JSONL {STORE}"),
+        ("array.json", b'[{"text": "a"}]', rf"array\.json {STORE}"),
         (".", None, r"not a finished token store; .*, or name the text files in it, such as '\S+/\*\.txt'"),
         (None, None, "data.path is not set"),
         ("none.txt", None, "no such file"),

@@ -233,6 +233,12 @@ def test_a_process_that_gets_the_lock_after_another_has_finished_keeps_its_store
         ("none", None, [], "no such file"),
         ("latin.txt", "na\xefve", [], "latin.txt: byte 2 is not UTF-8; repair it, or leave such documents out"),
         ("one.txt", "1", ["--prompt_field=q"], "one.txt: a text file has no field 'q'; --prompt_field is for JSON"),
+        (
+            "one.csv",
+            "text,id\na,1\n",
+            ["--text_field=b"],
+            "--text_field=b: {file} is read whole, without fields; give J",
+        ),
         ("one.txt", "1", [], "one.txt: too short to hold some out; give more, or --valid_fraction=0"),
         ("one.jsonl", '{"text": "one"}', [], "1 different documents, and none is left to train on"),
         ("gap.jsonl", '{"text": ""}\n\n', [], "the input has no documents"),
@@ -249,15 +255,24 @@ def test_bad_input_gives_exit_code_2_and_the_reason(tmp_path, name, text, flags,
     (tmp_path / "cards" / "README.md").write_text("of a data set")
     if text is not None:
         (tmp_path / name).write_text(text, "latin-1")
+    message = message.replace("{file}", str(tmp_path / name))
     assert message in refused(tmp_path / "out", f"--input={tmp_path / name}", *flags)
+
+
+def test_the_proposed_field_can_be_set_in_the_same_folder(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
+    flags = f"--input={tmp_path / 'in.jsonl'}", "--valid_fraction=0.5"
+    assert "choose with --text_field" in refused(tmp_path / "store", *flags)
+    prepared(tmp_path / "store", *flags, "--text_field=content")
 
 
 def test_unfinished_run_with_other_settings_is_rejected(corpus, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "good.jsonl").write_text('{"text": "c"}\n')
     out = tmp_path / "store"
-    refused(out, f"--input={source}")
-    message = refused(out, f"--input={source}", "--text_field=content")
+    refused(out, f"--input={tmp_path}/*.jsonl")
+    message = refused(out, f"--input={tmp_path}/*.jsonl", "--text_field=content")
     assert "text_field ('text', now 'content'): differs from the unfinished run" in message
     assert f"choose another --out, or delete {out}" in message
     shutil.rmtree(out)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import types
 
 import jax
 import pytest
@@ -12,6 +13,7 @@ from helpers.training_runs import train_losses
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.training.fit import fit
+from difftx.training.profile import out_of_memory
 
 QUICKSTART = f"{ROOT}/configs/quickstart.py:diff"
 SHORT = TINY | {"eval.loss_tokens": "256", "logging.trackers": "", "eval.suites": "loss"}
@@ -92,6 +94,13 @@ def test_out_of_memory_names_the_profile_of_memory(text_file, tmp_path):
     assert f" {path} lists the arrays in the devices' memory; raise train.accumulation" in line
     assert "Traceback" not in error
     assert b"buffer" in gzip.decompress(path.read_bytes())  # A gzipped protocol buffer of pprof.
+
+
+def test_a_cpu_without_memory_is_explained(tmp_path):
+    error = jax.errors.JaxRuntimeError("INTERNAL: Error dispatching computation: Out of memory allocating 7 bytes.")
+    run = types.SimpleNamespace(workdir=tmp_path)
+    assert "Out of memory allocating 7 bytes. " in str(out_of_memory(run, error))
+    assert out_of_memory(run, jax.errors.JaxRuntimeError("INTERNAL: other")) is None
 
 
 @pytest.mark.parametrize(

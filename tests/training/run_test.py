@@ -171,7 +171,7 @@ def test_a_run_of_another_format_is_refused(config, tmp_path, number):
 def test_run_without_a_manifest_is_rejected_by_readers_and_accepted_by_training(config, tmp_path):
     write_run_files(tmp_path, config())
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"manifest\.json has no format number"):
+    with pytest.raises(UserError, match=r"no manifest\.json there, so it is not a run; `difftx convert` makes"):
         read_config(tmp_path)
     Run.check_records(SimpleNamespace(config=config(), workdir=tmp_path))
 

@@ -292,6 +292,7 @@ def test_another_origin_than_that_of_the_checkpoint_is_not_safe(start, tmp_path,
         ({"model__mlp_dim": 96}, r"params/blocks/mlp/down_FD is not \(2, 96, 32\) float32 there"),
         (MUP, r"init_from=.* has model\.mup_base_width=None, and this model 8; use the same"),
         ({"checkpoint__init_from": "nowhere"}, "init_from=nowhere: neither a run with checkpoints nor"),
+        ({"checkpoint__init_from": "begun"}, "init_from=.*begun: neither a run with checkpoints nor .*convert`"),
         ({"checkpoint__init_from": "damaged"}, "init_from=.*damaged: the checkpoint does not verify: .* is missing"),
     ],
 )
@@ -301,6 +302,11 @@ def test_incompatible_weights_are_rejected(start, tmp_path, changes, message):
         shutil.copytree(tmp_path / "a" / "checkpoints" / "1", tmp_path / "damaged")
         largest_file(tmp_path / "damaged").unlink()
         changes = {"checkpoint__init_from": tmp_path / "damaged"}
+    if changes.get("checkpoint__init_from") == "begun":  # A run that has no checkpoint yet.
+        (tmp_path / "begun").mkdir()
+        for name in ("config.json", MANIFEST):
+            (tmp_path / "begun" / name).write_text("{}")
+        changes = {"checkpoint__init_from": tmp_path / "begun"}
     with pytest.raises(UserError, match=message):
         start("b", **({"checkpoint__init_from": tmp_path / "a"} | changes))
     assert not (tmp_path / "b" / "checkpoints").exists()

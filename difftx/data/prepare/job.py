@@ -205,14 +205,18 @@ def _is_finished(job: Job, description: dict[str, Any]) -> bool:
 
 
 def _resume_or_start(job: Job, description: dict[str, Any]) -> None:
-    """Delete the shards of an unfinished run, whose units are used again, and write the journal."""
+    """Delete the shards of an unfinished run, whose units are used again, and write the journal.
+
+    Without units, as after a wrong --text_field, the settings may change.
+    """
     shard_folders = [job.out / split for split in SPLITS]
     if size_of(job.journal) is not None:
         advice = f"choose another --out, or delete {job.out}"
         before = read_record(job.journal)
         if before is None:
             raise UserError(f"{job.journal}: corrupt; {advice}")
-        if difference := _difference(before, description, FIELDS_WITHOUT_EFFECT_ON_UNITS):
+        difference = _difference(before, description, FIELDS_WITHOUT_EFFECT_ON_UNITS)
+        if difference and list_folder(job.units):
             raise UserError(f"{difference}: differs from the unfinished run in {job.work}; {advice}")
         for folder in shard_folders:
             remove_folder(folder)

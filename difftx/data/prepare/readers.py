@@ -39,8 +39,8 @@ type InputFile = AnyPath | HubFile
 class Fields:
     """Names of the fields to read from JSON lines and tables."""
 
-    text: str
-    id: str | None
+    text: str = "text"
+    id: str | None = None
     prompt: str | None = None  # Field with the text before the document, which the loss does not count.
     messages: str | None = None  # Field with a conversation, in place of `text` and `prompt`.
 

@@ -50,8 +50,8 @@ def _require_arrays(manifest: Manifest, wanted: Any, prefix: str = "") -> None:
     for name, (shape, dtype) in ordered:
         if saved.pop(name, None) != (shape, dtype):
             raise UserError(
-                f"{folder}: {name} is not {shape} {dtype} there; "
-                "model or optimizer was configured otherwise: restore that config, or start a new --workdir"
+                f"{folder}: {name} is not {shape} {dtype} there; model or optimizer was configured otherwise: use that "
+                "run's config, or new parameters in a new --workdir"
             )
     if saved:
         raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's model or train state")
