@@ -201,12 +201,8 @@ def _check_formats(options: argparse.Namespace) -> None:
 
 
 def _require_transformers(formats: set[str], quantized: bool) -> None:
-    if formats == {OURS}:
+    if formats.isdisjoint(("hf", "diffllama")):
         raise UserError("--verify compares with the package transformers; it requires --from=hf or --to=hf")
-    if PEFT in formats:
-        raise UserError(f"--verify compares models; --to={PEFT} has adapters alone, so leave the flag out")
-    if "official" in formats:
-        raise UserError("--verify compares with the package transformers, which has no model of the official layout")
     packages = ("torch", "transformers", *(["compressed_tensors"] if quantized else []))
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
