@@ -92,8 +92,9 @@ def bucket_speeds(folder: BucketPath) -> dict[str, float]:
             start = time.perf_counter()
             list(objects.read_ranges(path, [(0, 1024)]))
             times.append(time.perf_counter() - start)
+        parts = [(at, min(at + BUFFER_BYTES, FILE_BYTES)) for at in range(0, FILE_BYTES, BUFFER_BYTES)]
         start = time.perf_counter()
-        list(objects.read_ranges(path, [(at, at + BUFFER_BYTES) for at in range(0, FILE_BYTES, BUFFER_BYTES)]))
+        list(objects.read_ranges(path, parts))
         read = time.perf_counter() - start
         return {"write": FILE_BYTES / written, "read": FILE_BYTES / read, "latency_seconds": statistics.median(times)}
     finally:

@@ -73,7 +73,11 @@ class MetricsWriter:
             start_step=start_step,
             config=run_config,
             is_continuous=not self._is_cut,
-            history=lambda: self._history(start_step),
+            history=lambda: (
+                (row["step"], _scalars(row))
+                for row in metrics_rows(self.path)
+                if row["attempt"] < self.attempt and row["step"] <= start_step
+            ),
             owner=owner,
         )
         self._trackers = start_trackers(config.trackers, attempt)
@@ -111,12 +115,6 @@ class MetricsWriter:
             else:
                 self._is_cut = self._is_cut or row is not None
         self.attempt += 1
-
-    def _history(self, start_step: int) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield the rows of earlier attempts up to `start_step`."""
-        for row in metrics_rows(self.path):
-            if row["attempt"] < self.attempt and row["step"] <= start_step:
-                yield row["step"], _scalars(row)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -157,19 +155,18 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _items(value: Any) -> dict[str, Any]:
-    """Return the items of lists of lists with keys "/01", "/02", … per list, or the value itself with the key ""."""
-    if not isinstance(value, list):
-        return {"": value}
-    return {f"/{i:02d}{path}": v for i, item in enumerate(value, 1) for path, v in _items(item).items()}
-
-
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the row's numbers with keys "split/name", and "split/name/01", "split/name/02", … for items of a list."""
-    flat = {}
-    for name, value in row.items():
+    flat: dict[str, float] = {}
+
+    def add(name: str, value: Any) -> None:
         if isinstance(value, list):
-            flat |= {f"{row['split']}/{name}{path}": v for path, v in _items(value).items() if v is not None}
-        elif isinstance(value, (int, float)) and name not in ("step", "attempt"):
-            flat[f"{row['split']}/{name}"] = value
+            for i, item in enumerate(value, 1):
+                add(f"{name}/{i:02d}", item)
+        elif isinstance(value, (int, float)):
+            flat[name] = value
+
+    for name in row:
+        if name not in ("step", "attempt"):
+            add(f"{row['split']}/{name}", row[name])
     return flat
