@@ -39,7 +39,7 @@ def write_card(folder: Path, name: str, settings: dict[str, Any], checkpoint: Ch
     load = f"import transformers\n\nmodel = transformers.AutoModelForCausalLM.from_pretrained({arguments})"
     if has_tokenizer(folder):
         load += f"\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
-    rows = read_metrics(files / "metrics.jsonl")[0]
+    rows = list(read_metrics(files / "metrics.jsonl"))
     row = next((row for row in reversed(rows) if row["split"] == "train" and row["step"] == step), {})
     tokens = row.get("tokens", step * config.train.global_batch_tokens)
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."

@@ -145,7 +145,7 @@ def differentialize(checkpoint: Checkpoint, folder: Path, overrides: Mapping[str
     architecture = overrides["model.architecture"]
     clash = sorted(name for name in names if name != "architecture" and not is_changeable(name, architecture))
     if clash:
-        raise UserError(f"--config.model.{clash[0]}: the run in --input determines this field; remove the flag")
+        raise UserError(f"--config.model.{clash[0]}: --input determines this field; remove the flag")
     config, tokenizer = open_tokenizer(checkpoint)
     transformer = config.model
     differential.require_convertible(transformer, architecture)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from difftx.training.metrics import EVENTS, metrics_rows
+from difftx.training.metrics import EVENTS, read_metrics
 
 # Name of each section of the wall time → its label.
 SECTIONS = {
@@ -54,7 +54,7 @@ class Goodput:
         """
         newest = kept = dict.fromkeys(SECTIONS, 0.0)  # The last goodput row, and the last one that is not after `step`.
         unaccounted, last_step = 0.0, 0  # Seconds of train rows since the last goodput row.
-        for row in metrics_rows(metrics):
+        for row in read_metrics(metrics):
             if row["split"] == "goodput":
                 newest, unaccounted = {name: row.get(f"{name}_seconds", 0.0) for name in SECTIONS}, 0.0
                 kept = newest if row["step"] <= step else kept

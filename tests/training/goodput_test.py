@@ -53,7 +53,7 @@ class Attempt:
 
 
 def newest(workdir):
-    return [row for row in read_metrics(workdir / "metrics.jsonl")[0] if row["split"] == "goodput"][-1]
+    return [row for row in read_metrics(workdir / "metrics.jsonl") if row["split"] == "goodput"][-1]
 
 
 def seconds(row):
