@@ -61,7 +61,7 @@ def write_card(folder: Path, name: str, settings: dict[str, Any], checkpoint: Ch
         _table(("number", "value"), _losses(checkpoint, files, step, row)) or "No loss of this step is recorded.",
         "## Data",
         "The signature of the training data, which also identifies the tokenizer:",
-        _code("json", json.dumps(checkpoint.data, indent=2)),
+        _code("json", json.dumps(checkpoint.manifest.data, indent=2)),
         "## Config",
         "The config of the training:",
         _code("json", config.to_json().strip()),
