@@ -81,8 +81,8 @@ def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> 
         for name, lm in models.items():
             with jax.set_mesh(lm.mesh):
                 start, cpu_start = time.perf_counter(), time.process_time()
-                room = decode.with_room(lm, states[name], PROMPT_TOKENS + made + decode.BLOCK_TOKENS)
-                states[name], _ = decode.next_tokens(lm, room, GREEDY)
+                room = PROMPT_TOKENS + made + decode.BLOCK_TOKENS
+                states[name], _ = decode.next_tokens(lm, states[name], GREEDY, room=room)
                 blocks[name].append(Block(made, time.perf_counter() - start, time.process_time() - cpu_start))
     return blocks
 

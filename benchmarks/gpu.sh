@@ -92,7 +92,7 @@ piece() {
     ;;
   kernels)
     $limit python benchmarks/kernels.py "${shape[@]}" $(on_gpu --widths=128,64 --lengths=4096 --rounds=7 \
-      --only=pallas_gpu,cudnn_wide,transformer --or --widths=32 --lengths=128 --rounds=1 --only=pallas_gpu,transformer)
+      --only=pallas_gpu,cudnn,transformer --or --widths=32 --lengths=128 --rounds=1 --only=pallas_gpu,transformer)
     ;;
   lengths)
     $limit python benchmarks/kernels.py "${shape[@]}" $(on_gpu --widths=128,64 --lengths=4096,1024,16384 --rounds=5 \

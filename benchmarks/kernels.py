@@ -46,7 +46,6 @@ FLOOR_UNITS = (6, 10)
 EXECUTED_UNITS = {
     "pallas_tpu": (6, 10),
     "pallas_gpu": (6, 14),  # The backward pass consists of two kernels.
-    "cudnn_wide": (6, 14),
     "cudnn": (8, 20),
     "xla": (4, 10),
     "four calls": (8, 20),

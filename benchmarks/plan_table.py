@@ -219,11 +219,11 @@ def cells(row: Row, numbers: dict[str, Any]) -> list[str]:
         return [*shown, "", "", numbers["error"].partition(": ")[2], "", "", "", *tail]
     mesh = " ".join(f"{axis}={size}" for axis, size in numbers["mesh"].items() if size > 1)
     sent = sum(c["interconnect_bytes"] + c["network_bytes"] for c in numbers["collectives"].values())
-    over = numbers["needed_bytes"] - numbers["capacity_bytes"]
+    over = numbers["needed_bytes"] - numbers["chip"]["hbm_bytes"]
     return [
         *shown,
         f"{mesh} remat={numbers['remat']}" + f" accumulation={numbers['accumulation']}" * (numbers["accumulation"] > 1),
-        f"{numbers['needed_bytes'] / 2**30:.1f} of {numbers['capacity_bytes'] / 2**30:.1f}",
+        f"{numbers['needed_bytes'] / 2**30:.1f} of {numbers['chip']['hbm_bytes'] / 2**30:.1f}",
         ("yes" if numbers["fits"] else f"no, {over / 2**30:.1f} too much") + ", without cuDNN" * numbers["cudnn"],
         f"{sent / 2**30:.1f}",
         f"{numbers['arithmetic_seconds']:.2f} s",

@@ -70,7 +70,7 @@ class JsonLines:
 
     def read(self, shape: Any = dict) -> list[dict[str, Any]]:
         """Return the objects that match `shape`, a schema for `schema_error`. An absent file has none."""
-        return [row for row in parse_json_lines(self.content(), shape) if row is not None]
+        return list(parse_json_lines(self.content(), shape))
 
     def content(self) -> bytes:
         """Return all lines. An absent file has none."""
@@ -103,10 +103,9 @@ class JsonLines:
         self.path.unlink(missing_ok=True)
 
 
-def parse_json_lines(content: bytes, shape: Any) -> Iterator[dict[str, Any] | None]:
-    """Yield the object in each line, or None for a line that is not JSON or does not match `shape`."""
-    for row in map(_parse_json, io.BytesIO(content)):
-        yield row if schema_error(row, shape) is None else None
+def parse_json_lines(content: bytes, shape: Any) -> Iterator[dict[str, Any]]:
+    """Yield the object in each line, without lines that are not JSON or do not match `shape`."""
+    return (row for row in map(_parse_json, io.BytesIO(content)) if schema_error(row, shape) is None)
 
 
 def _parse_json(text: bytes) -> Any:

@@ -53,7 +53,7 @@ def small_files(workdir: AnyPath, lock: Owner = UNLOCKED) -> Iterator[Owner]:
     Without a lock, as in `difftx eval`, other processes may change other files of the run meanwhile.
     """
     if not is_bucket(workdir):
-        yield Owner(workdir)
+        yield Owner(workdir, lock.check)
         return
     copy, ended = _Copy(workdir, lock), threading.Event()
     copy.pull("evals")
@@ -157,12 +157,9 @@ def _state(file: Path) -> tuple[int, ...]:
 @contextlib.contextmanager
 def lock_workdir(workdir: AnyPath, takeover_seconds: float, wait_seconds: float) -> Iterator[Owner]:
     """Lock the directory of a run, as `locked` does. Yield its owner, with the small files of the run."""
-    with locked(workdir, f"--workdir={workdir}", takeover_seconds, wait_seconds) as owner:
-        if not is_bucket(workdir):
-            yield Owner(workdir, owner.check)
-            return
-        with small_files(workdir, owner) as copy:
-            yield copy
+    lock = locked(workdir, f"--workdir={workdir}", takeover_seconds, wait_seconds)
+    with lock as held, small_files(workdir, held) as owner:
+        yield owner
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def run(folder):
 
 
 def metrics_of(workdir):
-    rows, _ = read_metrics(workdir / "metrics.jsonl")
+    rows = list(read_metrics(workdir / "metrics.jsonl"))
     rows = [row for row in rows if row["split"] in ("train", "valid")]
     return [{name: value for name, value in row.items() if name not in NOT_OF_THE_MODEL} for row in rows]
 

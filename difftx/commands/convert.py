@@ -79,11 +79,12 @@ def main(arguments: Sequence[str]) -> int:
     # Imported after the flags are checked, because the import is slow.
     from difftx.inference.load import read_checkpoint
     from difftx.interop import runs
+    from difftx.run_files import pulled
     from difftx.training.checkpoint.checkpointer import Checkpoints
     from difftx.training.run import read_config
 
     step, part, verify = options.step, options.weights, options.verify
-    source, record = options.input, None
+    source, record, out = options.input, None, str(options.out)
     if _is_on_hub(options):
         source, record = _download(str(options.input))
 
@@ -95,23 +96,21 @@ def main(arguments: Sequence[str]) -> int:
         step = read(step, lambda checkpoint: checkpoint.manifest.step)
     with new_folder(options.out, "config.json") as folder:
         if options.merge:
-            lines = runs.merge_run(Checkpoints(options.input), folder, step, part)
+            lines = read(step, lambda checkpoint: runs.merge(checkpoint, folder))
         elif options.source == options.target:
-            run = Checkpoints(options.input)
-            lines = runs.differentialize_run(run, folder, step, overrides, part, options.dex_heads)
+            lines = read(step, lambda found: runs.differentialize(found, folder, overrides, options.dex_heads))
         elif options.target == PEFT:
-            lines = runs.export_adapters(Checkpoints(options.input), folder, step, part)
+            lines = read(step, lambda checkpoint: runs.export_adapters(checkpoint, folder))
         elif config is None:
-            size = options.shard_mib * 2**20
-            form: dict[str, Any] = {"step": step, "format_": options.target, "shard_bytes": size, "part": part}
+            form: dict[str, Any] = {"format_": options.target, "shard_bytes": options.shard_mib * 2**20}
             form |= {"verify": verify, "bits": options.quantize}
-            lines = runs.export_run(Checkpoints(options.input), folder, str(options.out), **form)
+            lines = read(step, lambda found: runs.write_export(found, pulled(options.input), folder, out, **form))
             if options.push:
                 read(step, functools.partial(_require_equal, folder))
         else:
             heads = options.dex_heads if options.differential else None
             form = {"format_": options.source, "config": config, "overridden": given, "dex_heads": heads}
-            out = str(options.out if is_bucket(options.out) else options.out.absolute())  # The config names its files.
+            out = out if is_bucket(options.out) else str(options.out.absolute())  # The config names its files.
             with downloaded(source) as local:
                 lines = runs.import_run(local, folder, out, **form, verify=verify)
             if record is not None:
@@ -201,12 +200,8 @@ def _check_formats(options: argparse.Namespace) -> None:
 
 
 def _require_transformers(formats: set[str], quantized: bool) -> None:
-    if formats == {OURS}:
+    if formats.isdisjoint(("hf", "diffllama")):
         raise UserError("--verify compares with the package transformers; it requires --from=hf or --to=hf")
-    if PEFT in formats:
-        raise UserError(f"--verify compares models; --to={PEFT} has adapters alone, so leave the flag out")
-    if "official" in formats:
-        raise UserError("--verify compares with the package transformers, which has no model of the official layout")
     packages = ("torch", "transformers", *(["compressed_tensors"] if quantized else []))
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

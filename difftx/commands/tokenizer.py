@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from difftx.commands.flags import Parser, PathFlag, add_extension_flag, prepare_process
-from difftx.data.prepare.readers import Document, Fields, Source, sources_of
+from difftx.data.prepare.readers import Document, Fields, sources_of
 from difftx.data.tokenizer import END_OF_TEXT
 from difftx.data.tokenizer_files import BYTE_LEVEL, CONFIG, EXTRA, SPLIT, TOKENIZER
 from difftx.data.tokenizers import load_tokenizer
@@ -53,18 +53,6 @@ def _check(options: argparse.Namespace) -> None:
     require_writable(options.out)
 
 
-def _texts(sources: Sequence[Source], fields: Fields) -> Iterator[str]:
-    """Yield the text of every document, and show the progress."""
-    with Work() as work, work.task("reading", max(1, sum(source.size for source in sources))) as advance:
-        for unit in itertools.chain.from_iterable(source.units(fields) for source in sources):
-            for document in unit.content.documents(fields):
-                if isinstance(document, UserError):
-                    raise document
-                assert isinstance(document, Document)
-                yield document.text
-            advance(unit.input_bytes)
-
-
 def train_tokenizer(options: argparse.Namespace) -> None:
     """Train on the input, write the files, and print how many bytes of text a token stands for."""
     library = import_extra("tokenizers", EXTRA)
@@ -79,17 +67,24 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    sources, fields = sources_of(options.input, valid=False, first_index=0), Fields(options.text_field, None)
     documents, size, sample = 0, 0, []
 
     def texts() -> Iterator[str]:
         nonlocal documents, size
-        for text in _texts(sources_of(options.input, valid=False, first_index=0), Fields(options.text_field, None)):
-            if size < SAMPLE_BYTES:
-                sample.append(text)
-            documents, size = documents + 1, size + len(text.encode())
-            yield text
+        for unit in itertools.chain.from_iterable(source.units(fields) for source in sources):
+            for document in unit.content.documents(fields):
+                if isinstance(document, UserError):
+                    raise document
+                assert isinstance(document, Document)
+                if size < SAMPLE_BYTES:
+                    sample.append(document.text)
+                documents, size = documents + 1, size + len(document.text.encode())
+                yield document.text
+            advance(unit.input_bytes)
 
-    tokenizer.train_from_iterator(texts(), trainer)
+    with Work() as work, work.task("reading", max(1, sum(source.size for source in sources))) as advance:
+        tokenizer.train_from_iterator(texts(), trainer)
     if not size:
         raise UserError(f"--input={options.input}: there is no text")
     settings = {

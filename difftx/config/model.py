@@ -197,9 +197,9 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     kept in host memory."""
     attention_implementation: affects.Rounding[str] = "auto"
     """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures. "cudnn" supports
-    all except `off_by_one`, `sink`, `top_k` and `signed_mask`. "pallas_tpu", "splash_wide", "pallas_gpu" and
-    "cudnn_wide" support `diff`, `gda` and `motif`. "splash" (on TPUs) supports `transformer`, `diff_v2`, `gdla`,
-    `gated`, `zero_branch` and `dex`. The ending "_1024" means tiles of up to 1,024 tokens instead of 512."""
+    all except `off_by_one`, `sink`, `top_k` and `signed_mask`. "pallas_tpu", "splash_wide" and "pallas_gpu" support
+    `diff`, `gda` and `motif`. "splash" (on TPUs) supports `transformer`, `diff_v2`, `gdla`, `gated`, `zero_branch` and
+    `dex`. The ending "_1024" means tiles of up to 1,024 tokens instead of 512."""
     attention_logit_bits: affects.Function[LogitBits | None] = None
     """Number of bits (2 to 15) to which attention logits are rounded, scaled by their largest magnitude. None: no
     rounding. The suite `quantize` sets this field, which requires the kernel "auto", "reference" or "xla"."""

@@ -151,7 +151,8 @@ class BucketStore(ShardedStore):
 
     def _arrays(self, kind: str) -> Iterator[np.ndarray]:
         paths = cast(list[BucketPath], [file.with_suffix(f".{kind}") for file in self._files])
-        for path, sha256, found in zip(paths, self._sha256, objects.read_all(paths), strict=True):
+        contents = objects.read_all((path, {}) for path in paths)
+        for path, sha256, found in zip(paths, self._sha256, contents, strict=True):
             yield np.frombuffer(_verified(path, sha256[kind], found), "<u8")
 
     def _read(self, shard: int, start: int, stop: int) -> np.ndarray:

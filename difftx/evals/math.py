@@ -9,7 +9,7 @@ A prompt has demonstrations, which are solved problems, then a question. A demon
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -208,8 +208,11 @@ def _scalar(record: Record, field: str) -> str:
 def evaluate(evaluation: Evaluation) -> Result:
     """Generate an answer to each problem, and return each task's numbers and their means over tasks."""
     by_task, details, lines = {}, {}, []
+    temperature = evaluation.run.config.eval.math.temperature
+    sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=None, top_p=None)
     for task, items in open_tasks(evaluation.run).items():
-        answers = _answers(evaluation, task, items)
+        done = evaluation.completions(items, lambda item: item, sampling, stop=STOP, what=f"problems of {task}")
+        answers = [(item, answer | {"right": is_right(answer["text"], item.problem)}) for item, answer in done]
         right = np.array([answer["right"] for _, answer in answers], np.float64)
         lengths = np.array([answer["tokens"] for _, answer in answers], np.float64)
         percentiles = np.percentile(lengths, PERCENTILES).tolist()
@@ -283,13 +286,6 @@ def _plain(answer: str) -> str:
     r"""Return an answer in lower case, without dollar signs, \text{…} and similar, extra space or a final period."""
     bare = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", answer)
     return " ".join(bare.replace("$", "").casefold().split()).rstrip(".")
-
-
-def _answers(evaluation: Evaluation, task: str, items: Sequence[MathItem]) -> list[tuple[MathItem, dict[str, Any]]]:
-    temperature = evaluation.run.config.eval.math.temperature
-    sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=None, top_p=None)
-    done = evaluation.completions(items, lambda item: item, sampling, stop=STOP, what=f"problems of {task}")
-    return [(item, answer | {"right": is_right(answer["text"], item.problem)}) for item, answer in done]
 
 
 SUITE = Suite(

@@ -161,12 +161,14 @@ def prefill(
     return Rows(cache, x_BD, **{name: put(lm.mesh, x) for name, x in host.items()})
 
 
-def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows, np.ndarray]:
-    """Decode a block of new tokens, for which the cache must have room. Return the new rows and the tokens `[B, N]`.
+def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling, *, room: int = 0) -> tuple[Rows, np.ndarray]:
+    """Decode a block of new tokens. Return the new rows and the tokens `[B, N]`.
 
-    A row ends with the end-of-text token or at its limit, and its later entries are NO_TOKEN.
+    The cache is first enlarged, if necessary, to at least `room` slots per row. A row ends with the end-of-text token
+    or at its limit, and its later entries are NO_TOKEN.
     """
     end = np.int32(lm.tokenizer.eot_token)
+    rows = dataclasses.replace(rows, cache=grow(rows.cache, capacity_for(room, lm.config.model.cache)))
     rows, token_BN = _decode_block(lm.weights, rows, lm.allowed, end, sampling, config=lm.config)
     return rows, np.asarray(token_BN)
 
@@ -192,11 +194,6 @@ def _replaced(rows: Rows, new: Rows, source_B: jax.Array) -> Rows:
     cache = jax.tree.map(functools.partial(merged, 1), rows.cache, new.cache)
     others = jax.tree.map(functools.partial(merged, 0), *(dataclasses.replace(x, cache=()) for x in (rows, new)))
     return dataclasses.replace(others, cache=cache)
-
-
-def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
-    """Return the rows with their cache enlarged, if necessary, to at least `tokens` slots per row."""
-    return dataclasses.replace(rows, cache=grow(rows.cache, capacity_for(tokens, lm.config.model.cache)))
 
 
 @functools.partial(jax.jit, static_argnames="layers")

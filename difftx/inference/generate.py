@@ -74,9 +74,8 @@ def generate(
                 places = dict(zip(ended, taken, strict=False))
                 active = [places.get(row, index) for row, index in enumerate(active)]
                 rows = decode.replaced(lm, rows, new_rows, list(places))
-            unfinished = [index for index in active if not texts[index].ended_by]
-            rows = decode.with_room(lm, rows, max(texts[index].room() for index in unfinished))
-            rows, token_BN = decode.next_tokens(lm, rows, sampling)
+            room = max(texts[index].room() for index in active if not texts[index].ended_by)
+            rows, token_BN = decode.next_tokens(lm, rows, sampling, room=room)
             for row, index in enumerate(active):
                 if not texts[index].ended_by and (new := texts[index].add(token_BN[row].tolist())):
                     on_text(index, new)

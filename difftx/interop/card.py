@@ -39,7 +39,7 @@ def write_card(folder: Path, name: str, settings: dict[str, Any], checkpoint: Ch
     load = f"import transformers\n\nmodel = transformers.AutoModelForCausalLM.from_pretrained({arguments})"
     if has_tokenizer(folder):
         load += f"\ntokenizer = transformers.AutoTokenizer.from_pretrained({arguments})"
-    rows = read_metrics(files / "metrics.jsonl")[0]
+    rows = list(read_metrics(files / "metrics.jsonl"))
     row = next((row for row in reversed(rows) if row["split"] == "train" and row["step"] == step), {})
     tokens = row.get("tokens", step * config.train.global_batch_tokens)
     code = f"The class `{causal}` is in `{MODELING.name}`." if has_remote_code else f"The class is `{causal}`."
@@ -61,7 +61,7 @@ def write_card(folder: Path, name: str, settings: dict[str, Any], checkpoint: Ch
         _table(("number", "value"), _losses(checkpoint, files, step, row)) or "No loss of this step is recorded.",
         "## Data",
         "The signature of the training data, which also identifies the tokenizer:",
-        _code("json", json.dumps(checkpoint.data, indent=2)),
+        _code("json", json.dumps(checkpoint.manifest.data, indent=2)),
         "## Config",
         "The config of the training:",
         _code("json", config.to_json().strip()),

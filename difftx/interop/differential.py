@@ -122,16 +122,13 @@ def new_params(
     initial = _initial_values(config, [*new, *(name for name in with_new_group if name in shapes)])
     if chosen_LH is not None:
         initial[f"{ATTENTION}chosen_H"] = chosen_LH
-    arrays = {}
+    arrays = copied_params(reader, model)
     for name, shape in shapes.items():
         if name in source_of:
             read_layer = partial(_layer_of, reader, transformer, *source_of[name], initial.get(name))
             arrays[name] = by_layer(shape, read_layer)
         elif name in initial:
             arrays[name] = by_layer(shape, initial[name].__getitem__)
-        else:
-            copied = by_layer if name.startswith("blocks/") else by_rows
-            arrays[name] = copied(shape, partial(reader.read, name))
     return arrays
 
 

@@ -135,18 +135,13 @@ def check_model(format_: ModuleType, model: ModelConfig) -> None:
     """Raise `UserError` for a model that a format cannot represent: its config.json is that of another model."""
     written = format_.write(model)
     other = format_.read(Fields(Path(CONFIG), written))
-    for name in _differences(model, other):
+    for name in differences(model, other):
         value, their_value = (operator.attrgetter(name)(each) for each in (model, other))
         kind = written.get("attention") or written["architectures"][0]
         raise UserError(f"model.{name}={value!r} cannot be converted: a {kind} would have {their_value!r}")
 
 
-def is_same(model: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether two models compute the same function with the same weights."""
-    return not _differences(model, other)
-
-
-def _differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     """Return the fields by which two models compute other functions with the same weights."""
     ours, theirs = _canonical(model), _canonical(other)
     return [name for name in function_fields(model) if ours[name] != theirs[name]]

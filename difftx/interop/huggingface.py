@@ -12,7 +12,7 @@ from typing import Any
 from difftx.config import ModelConfig
 from difftx.config.checks import divisors
 from difftx.errors import UserError
-from difftx.interop.fields import CONFIG, Fields, heads_from, is_same, model_of, rope_fields, rope_parameters
+from difftx.interop.fields import CONFIG, Fields, differences, heads_from, model_of, rope_fields, rope_parameters
 from difftx.interop.parameters import Format
 from difftx.model.architectures import ARCHITECTURES, heads_of
 
@@ -142,7 +142,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
         )
     names = [name for name in CLASSES if {**TRANSFORMER, **CLASSES[name].model}["architecture"] == model.architecture]
     written = [_write(name, model) for name in names]
-    same = (settings for settings in written if is_same(model, read(Fields(Path(CONFIG), settings))))
+    same = (settings for settings in written if not differences(model, read(Fields(Path(CONFIG), settings))))
     return next(same, written[0])
 
 

@@ -60,12 +60,15 @@ def _description(model: ModelConfig) -> dict[str, Any]:
     causal = EAGER if ARCHITECTURES[model.architecture].kernel == "weighted_attention" else SERVABLE
     classes = {"AutoConfig": "DifftxConfig", "AutoModel": causal.replace("ForCausalLM", "Model")}
     classes["AutoModelForCausalLM"] = causal
+    prefix = f"{model.architecture}."
+    own = [name.removeprefix(prefix) for name in function_fields(model) if name.startswith(prefix)]
+    group = {model.architecture: {name: getattr(model.own, name) for name in own}} if own else {}
     return {
         "architectures": [causal],
         "auto_map": {auto: f"{MODELING.stem}.{name}" for auto, name in classes.items()},
         "model_type": "difftx",
         **{theirs: values[ours] for theirs, ours in NAMES.items()},
-        OWN: {name: values[name] for name in ("num_heads", "num_kv_heads", "head_dim")} | _own_group(model),
+        OWN: {name: values[name] for name in ("num_heads", "num_kv_heads", "head_dim")} | group,
         "num_attention_heads": heads.query_heads,
         # The keys of a token, divided into heads as wide as a value.
         "num_key_value_heads": heads.kv_heads * heads.groups * heads.d_head // heads.d_value,
@@ -75,10 +78,3 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         "output_gate": getattr(model.own, "output_gate", model.architecture == "gated"),
         "top_k": model.own.k if model.architecture == "top_k" else None,
     }
-
-
-def _own_group(model: ModelConfig) -> dict[str, Any]:
-    """Return the config group of the architecture by name, with the fields that determine the function."""
-    prefix = f"{model.architecture}."
-    names = [name.removeprefix(prefix) for name in function_fields(model) if name.startswith(prefix)]
-    return {model.architecture: {name: getattr(model.own, name) for name in names}} if names else {}

@@ -23,7 +23,6 @@ from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import write_atomically
 from difftx.inference.decode import LanguageModel
-from difftx.inference.load import read_checkpoint
 from difftx.interop import differential, huggingface, in_transformers, official, remote_code_config, tokenizers
 from difftx.interop.card import write_card, write_generation_config
 from difftx.interop.compressed import Bits, compress
@@ -35,14 +34,12 @@ from difftx.model.abstract import count_parameters
 from difftx.model.architectures import describe_heads, heads_of
 from difftx.model.lora import LORA
 from difftx.parallel.mesh import batch_shards, make_mesh
-from difftx.run_files import pulled
-from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import Manifest, WeightsPart, adapters_of, array_name
 from difftx.training.checkpoint.reading import Checkpoint, open_sources, open_tokenizer
 from difftx.training.checkpoint.restoring import on_mesh, restore_params
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.fit import fit
-from difftx.training.run import read_config, write_run_files
+from difftx.training.run import write_run_files
 from difftx.training.state import graph, init_params
 from difftx.training.trainable import trainable
 
@@ -69,7 +66,7 @@ def import_run(
     `out` is the address to which the caller moves `folder`. The config.json in `source` determines fields of
     `config.model`, which the user must not have `overridden`. If `verify` is set, logits are compared with those of
     transformers. If `dex_heads` is set, the source's Transformer becomes a model of the architecture of `config`, as by
-    `differentialize_run`.
+    `differentialize`.
     """
     format_, module, described = _read_model(source, format_)
     if verify and format_ == "motif":
@@ -139,82 +136,62 @@ def open_folder(source: Path) -> LanguageModel:
     return LanguageModel(config, mesh, jax.tree.map_with_path(param, abstract), tokenizer)
 
 
-def differentialize_run(
-    run: Checkpoints,
-    folder: Path,
-    step: int | None,
-    overrides: Mapping[str, str],
-    part: WeightsPart,
-    dex_heads: Heads,
-) -> list[str]:
-    """Write a run made from the Transformer of a run to `folder`. Return messages for the user.
+def differentialize(checkpoint: Checkpoint, folder: Path, overrides: Mapping[str, str], dex_heads: Heads) -> list[str]:
+    """Write a run made from the Transformer of a checkpoint to `folder`. Return messages for the user.
 
-    `overrides` change the run's config, and must include `model.architecture`. The other arguments are those of
-    `import_run` and `export_run`.
+    `overrides` change the run's config, and must include `model.architecture`. `dex_heads` is that of `import_run`.
     """
     names = [name.removeprefix("model.") for name in overrides if name.startswith("model.")]
     architecture = overrides["model.architecture"]
     clash = sorted(name for name in names if name != "architecture" and not is_changeable(name, architecture))
     if clash:
-        raise UserError(f"--config.model.{clash[0]}: --input={run.workdir} determines this field; remove the flag")
+        raise UserError(f"--config.model.{clash[0]}: --input determines this field; remove the flag")
+    config, tokenizer = open_tokenizer(checkpoint)
+    transformer = config.model
+    differential.require_convertible(transformer, architecture)
+    # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
+    chosen = override(config.but(model={"head_dim": heads_of(transformer).d_head}), overrides)
+    config = dataclasses.replace(chosen, model=transformer)
+    new = dataclasses.replace(chosen, model=differential.new_model(transformer, chosen.model))
+    fit(new)
 
-    def convert(checkpoint: Checkpoint) -> list[str]:
-        config, tokenizer = open_tokenizer(checkpoint)
-        transformer = config.model
-        differential.require_convertible(transformer, overrides["model.architecture"])
-        # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
-        chosen = override(config.but(model={"head_dim": heads_of(transformer).d_head}), overrides)
-        config = dataclasses.replace(chosen, model=transformer)
-        new = dataclasses.replace(chosen, model=differential.new_model(transformer, chosen.model))
-        fit(new)
+    def read() -> Sources:
+        if any(name.startswith("data.") for name in overrides):  # The user has chosen other data.
+            return load_sources(config.data, tokenizer)
+        return open_sources(checkpoint, tokenizer)
 
-        def read() -> Sources:
-            if any(name.startswith("data.") for name in overrides):  # The user has chosen other data.
-                return load_sources(config.data, tokenizer)
-            return open_sources(checkpoint, tokenizer)
-
-        lines = _differentialize(checkpoint.manifest, part, config, new, read, tokenizer, dex_heads, folder)
-        write_run_files(folder, new, {"source_weights": checkpoint.weights})
-        return [f"a run of step {STEP}, {_describe(new.model)}", *lines]
-
-    return read_checkpoint(run, step, read_config(run.workdir), convert, flag="--input", part=part)
+    lines = _differentialize(checkpoint.manifest, checkpoint.part, config, new, read, tokenizer, dex_heads, folder)
+    write_run_files(folder, new, {"source_weights": checkpoint.weights})
+    return [f"a run of step {STEP}, {_describe(new.model)}", *lines]
 
 
-def merge_run(run: Checkpoints, folder: Path, step: int | None, part: WeightsPart) -> list[str]:
-    """Write a run of step 0 to `folder`, with the adapters of a run merged into its weights. Return messages."""
-
-    def merge(checkpoint: Checkpoint) -> list[str]:
-        config, tokenizer = open_tokenizer(checkpoint)
-        rank = _require_adapters(checkpoint, "--merge")
-        new, reader = config.but(train={"lora_rank": None, "trainable": ()}), ParamsReader(checkpoint.manifest, part)
-        save_params(folder, copied_params(reader, config.model), new, {"tokenizer": tokenizer.fingerprint})
-        write_run_files(folder, new, {"source_weights": checkpoint.weights})
-        return [f"a run of step {STEP}, {_describe(new.model)}", f"adapters of rank {rank} merged into its weights"]
-
-    return read_checkpoint(run, step, read_config(run.workdir), merge, flag="--input", part=part)
+def merge(checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """Write a run of step 0 to `folder`, with the adapters of a checkpoint merged into its weights. Return messages."""
+    config, tokenizer = open_tokenizer(checkpoint)
+    rank, reader = _require_adapters(checkpoint, "--merge"), ParamsReader(checkpoint.manifest, checkpoint.part)
+    new = config.but(train={"lora_rank": None, "trainable": ()})
+    save_params(folder, copied_params(reader, config.model), new, {"tokenizer": tokenizer.fingerprint})
+    write_run_files(folder, new, {"source_weights": checkpoint.weights})
+    return [f"a run of step {STEP}, {_describe(new.model)}", f"adapters of rank {rank} merged into its weights"]
 
 
-def export_adapters(run: Checkpoints, folder: Path, step: int | None, part: WeightsPart) -> list[str]:
-    """Write the adapters of a run to `folder`, as the package peft reads them. Return messages for the user."""
-
-    def export(checkpoint: Checkpoint) -> list[str]:
-        model, train = checkpoint.config.model, checkpoint.config.train
-        rank = _require_adapters(checkpoint, "--to=peft")
-        check_representable(model, "hf")
-        if others := sorted(name for name in trainable(checkpoint.config) if not name.startswith(f"{LORA}/")):
-            raise UserError(
-                f"--to=peft: {run.workdir} has trained {others[0]} too, which adapters do not contain; use --to=hf, "
-                "which has merged weights"
-            )
-        tensors, modules = peft_tensors(ParamsReader(checkpoint.manifest, part), model, rank)
-        write_tensors(folder / "adapter_model.safetensors", tensors)
-        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": rank}
-        settings |= {"lora_alpha": train.lora_alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": modules}
-        write_atomically(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
-        source = checkpoint.config.checkpoint.init_from or "the start of this run"
-        return [f"adapters of rank {rank} of {', '.join(modules)}", f"they belong to the weights of {source}"]
-
-    return read_checkpoint(run, step, read_config(run.workdir), export, flag="--input", part=part)
+def export_adapters(checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """Write the adapters of a checkpoint to `folder`, as the package peft reads them. Return messages for the user."""
+    model, train = checkpoint.config.model, checkpoint.config.train
+    rank = _require_adapters(checkpoint, "--to=peft")
+    check_representable(model, "hf")
+    if others := sorted(name for name in trainable(checkpoint.config) if not name.startswith(f"{LORA}/")):
+        raise UserError(
+            f"--to=peft: the run has trained {others[0]} too, which adapters do not contain; use --to=hf, which has "
+            "merged weights"
+        )
+    tensors, modules = peft_tensors(ParamsReader(checkpoint.manifest, checkpoint.part), model, rank)
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": rank}
+    settings |= {"lora_alpha": train.lora_alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": modules}
+    write_atomically(folder / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
+    source = checkpoint.config.checkpoint.init_from or "the start of this run"
+    return [f"adapters of rank {rank} of {', '.join(modules)}", f"they belong to the weights of {source}"]
 
 
 def _require_adapters(checkpoint: Checkpoint, flag: str) -> int:
@@ -274,32 +251,6 @@ def _check_function(
     return f"{claim}: {line}"
 
 
-def export_run(
-    run: Checkpoints,
-    folder: Path,
-    out: str,
-    *,
-    step: int | None,
-    format_: Format,
-    shard_bytes: int,
-    verify: bool,
-    part: WeightsPart,
-    bits: Bits | None = None,
-) -> list[str]:
-    """Write weights of the checkpoint that `read_checkpoint` selects to `folder`, later `out`. Return messages."""
-
-    def export(checkpoint: Checkpoint) -> list[str]:
-        lines = write_export(checkpoint, pulled(run.workdir), folder, out, format_, shard_bytes, bits)
-        if verify:
-            config = checkpoint.config if bits is None else checkpoint.config.but(model={"matmul": f"{bits}_weights"})
-            lines.append(compare_logits(folder, checkpoint.manifest, config, part))
-            if tokenizers.has_tokenizer(folder):
-                lines.append(in_transformers.compare_tokenizer(folder, open_tokenizer(checkpoint)[1]))
-        return lines
-
-    return read_checkpoint(run, step, read_config(run.workdir), export, flag="--input", part=part)
-
-
 def write_export(
     checkpoint: Checkpoint,
     files: Path,
@@ -308,10 +259,12 @@ def write_export(
     format_: Format,
     shard_bytes: int,
     bits: Bits | None = None,
+    verify: bool = False,
 ) -> list[str]:
     """Write a checkpoint to `folder`, which is later renamed to `out`. Return messages.
 
-    `files` has the small files of the run. The weights of products are rounded to `bits`, unless these are None.
+    `files` has the small files of the run. The weights of products are rounded to `bits`, unless these are None. With
+    `verify`, compare logits, greedy text and token ids with those of transformers.
     """
     step, model, part = checkpoint.manifest.step, checkpoint.config.model, checkpoint.part
     module = check_representable(model, format_)
@@ -330,7 +283,13 @@ def write_export(
         write_card(folder, PurePosixPath(out).name, settings, checkpoint, files)
     written = shards[0] if len(shards) == 1 else f"{len(shards)} safetensors files"
     what = f"step {step}" if part == "params" else f"{part} of step {step}"
-    return [f"{written} of {what}, {_describe(model)}", note]
+    lines = [f"{written} of {what}, {_describe(model)}", note]
+    if verify:
+        trained = checkpoint.config if bits is None else checkpoint.config.but(model={"matmul": f"{bits}_weights"})
+        lines.append(compare_logits(folder, checkpoint.manifest, trained, part))
+        if tokenizers.has_tokenizer(folder):
+            lines.append(in_transformers.compare_tokenizer(folder, tokenizer))
+    return lines
 
 
 def check_representable(model: ModelConfig, format_: Format) -> ModuleType:

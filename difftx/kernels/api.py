@@ -68,11 +68,6 @@ def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
     return pallas_gpu.unsupported(call)
 
 
-def _cudnn(name: str, forward: str, unsupported: str) -> Backend:
-    functions = _imported(f"cudnn:{forward}"), None, _imported(f"cudnn:{unsupported}")
-    return Backend(name, *functions, platform="gpu", whole_rows=True)
-
-
 _PALLAS_GPU = Backend(
     "pallas_gpu",
     _imported("pallas_gpu:forward"),
@@ -82,7 +77,10 @@ _PALLAS_GPU = Backend(
     whole_rows=True,
     is_pallas=True,
 )
-_CUDNN, _XLA = _cudnn("cudnn", "attention", "unsupported"), Backend("xla", xla.forward, xla.backward)
+_CUDNN = Backend(
+    "cudnn", _imported("cudnn:attention"), None, _imported("cudnn:unsupported"), platform="gpu", whole_rows=True
+)
+_XLA = Backend("xla", xla.forward, xla.backward)
 
 # The backends of each attention function. Without a ranking, "auto" tries them in this order. The order for Hopper was
 # measured (an H100, d = 64 and 128, causal rows of 4,096 tokens). Elsewhere, library kernels come before ours. "auto"
@@ -95,7 +93,6 @@ _LISTS = {
         _pallas_tpu("pallas_tpu"),
         _pallas_tpu("pallas_tpu_1024", max_side=1024),
         _PALLAS_GPU,
-        _cudnn("cudnn_wide", "diff_attention_wide_values", "wide_values_unsupported"),
         _CUDNN,
         _XLA,
     ),

@@ -2,9 +2,7 @@
 
 JAX's public API requires keys and values of equal width, but in differential attention keys have width d and values 2d.
 `attention` therefore pads Q and K with zeros, which does not change the logits. Where cuDNN does not support heads
-of width 2d, it splits V into two halves of width d. `diff_attention_wide_values` calls JAX's private binding, which
-accepts two widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the FLOPs in matrix products: 12·T²·d per head
-instead of 16·T²·d.
+of width 2d, it splits V into two halves of width d.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = groups (A1, A2),
 #   d = query/key width, E = value width (2·d in differential attention), W = width of a cuDNN head (d or E),
@@ -16,20 +14,15 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as private
 
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, difference
-
-try:
-    from jax._src.cudnn import fused_attention_stablehlo as private
-except ImportError:  # This JAX has moved the module, so only the public API works.
-    private = None  # pyrefly: ignore[bad-assignment]
 
 # Rows are padded to a multiple of this number of tokens, because cuDNN has returned NaN gradients for odd lengths, and
 # for odd multiples of 64 tokens (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
 DENSE_MASK_TOKENS = 16_384  # Longest row with segments: `jax.nn` passes a T × T mask, 0.5 GiB at this length.
-WIDE_VALUES_VERSION = 91002  # cuDNN 9.10.0 and 9.10.1 accept wide values but return wrong gradients.
 
 
 def attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window) -> jax.Array:
@@ -77,52 +70,12 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def diff_attention_wide_values(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """Return causal (A1 - λ·A2)·V by two calls of JAX's private binding, one per group, without padded widths."""
-    assert segment_ids_BT is None
-    assert private is not None  # Otherwise, `wide_values_unsupported` rejects the call.
-    length, width = q_BTHGd.shape[1], q_BTHGd.shape[-1]
-    out1_BTHE, out2_BTHE = (
-        private.dot_product_attention(  # pyrefly: ignore[bad-index]
-            _pad(q_BTHGd[..., m, :]),
-            _pad(k_BSKGd[..., m, :]),
-            _pad(v_BSKE),
-            scale=width**-0.5,
-            mask_type=private.MaskType.CAUSAL,
-            sliding_window_length=window,
-        )[:, :length]
-        for m in range(2)
-    )
-    return difference(out1_BTHE, out2_BTHE, lam_BTH)
-
-
-def wide_values_unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why `diff_attention_wide_values` cannot serve a call, or None."""
-    if reason := unsupported(call):
-        return reason
-    if call.segment_ids_BT is not None:
-        return "values wider than keys are untested with the dense mask that segments require"
-    if private is None:
-        return "this JAX has no jax._src.cudnn.fused_attention_stablehlo"
-    if target.compute_capability()[0] != target.HOPPER:
-        return f"values wider than keys require Hopper (compute capability 9.0), found {target.device_kind()}"
-    if call.v.shape[-1] > _widest_head():
-        return f"cuDNN supports values up to {_widest_head()} wide, not {call.v.shape[-1]}"
-    version = private.check_cudnn_version()
-    if version < WIDE_VALUES_VERSION:
-        return f"values wider than keys require cuDNN {WIDE_VALUES_VERSION}, found {version}"
-    return None
-
-
 @contextlib.contextmanager
 def checked_for_target(version: int) -> Iterator[None]:
     """Let JAX check calls of cuDNN against the target device and a version of cuDNN such as 91900.
 
     Otherwise JAX asks this machine's GPU and cuDNN whether they support a call, even if it compiles for other GPUs.
     """
-    if private is None:
-        yield
-        return
 
     def asked(capability: str) -> tuple[int, ...]:
         return tuple(map(int, capability.split(".")))

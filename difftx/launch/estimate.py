@@ -60,7 +60,7 @@ class Estimate:
     temporary_bytes: int  # Total size of all activations, gradients and gathered parameters.
     allocated_bytes: int  # Memory for arguments, outputs and temporaries. Temporaries may reuse each other's memory.
     code_bytes: int  # Size of the machine code.
-    capacity_bytes: float  # Memory of the device.
+    chip: Chip  # Memory and bandwidths of the device.
     compile_seconds: float
     executed_flops: float  # FLOPs that one device executes, recomputation included.
     low_precision_flops: float  # Those of them in products of 8-bit operands (`model.matmul`).
@@ -72,9 +72,6 @@ class Estimate:
     collectives: dict[str, dict[str, float]]
     attention: str  # Name of the attention kernel.
     cudnn: bool  # Whether cuDNN computes attention. The GPU itself compiles such calls, so their workspace is unknown.
-    hbm_bandwidth: float | None  # Bytes/s between a device and its memory, or None if unknown.
-    interconnect: float | None  # Bytes/s that a device sends within its slice or GPU host, or None if unknown.
-    network: float | None  # Bytes/s that a device sends to other slices or GPU hosts, or None if unknown.
     step_tokens: int  # Number of tokens in a global batch.
     steps: int  # Number of steps of the configured run.
 
@@ -89,19 +86,20 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.capacity_bytes
+        return self.needed_bytes <= self.chip.hbm_bytes
 
     @property
     def bound(self) -> "Bound | None":
         """Lower bound of the step's time, or None if the device's peak FLOP/s or a bandwidth is unknown."""
-        if self.peak_flops is None or self.hbm_bandwidth is None or self.interconnect is None or self.network is None:
+        chip = self.chip
+        if self.peak_flops is None or chip.hbm_bandwidth is None or chip.interconnect is None or chip.network is None:
             return None
         inside = sum(c["interconnect_bytes"] for c in self.collectives.values())
         between = sum(c["network_bytes"] for c in self.collectives.values())
         low = self.low_precision_flops
         arithmetic = (self.executed_flops - low) / self.peak_flops + low / (self.low_precision_peak or self.peak_flops)
-        collective = max(inside / self.interconnect, between / self.network)
-        state = (self.argument_bytes + self.output_bytes) / self.hbm_bandwidth
+        collective = max(inside / chip.interconnect, between / chip.network)
+        state = (self.argument_bytes + self.output_bytes) / chip.hbm_bandwidth
         step = max(arithmetic, collective, state)
         possible = self.devices * self.peak_flops * step
         return Bound(
@@ -184,7 +182,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         # jaxlib 0.11 does not report the sum of all allocations, which XLA may have rounded up.
         allocated_bytes=getattr(memory, "total_allocation_bytes", inputs_and_outputs + memory.temp_size_in_bytes),
         code_bytes=memory.generated_code_size_in_bytes,
-        capacity_bytes=chip.hbm_bytes,
+        chip=chip,
         compile_seconds=seconds,
         executed_flops=executed_flops(executed),
         low_precision_flops=executed_flops(executed, only_8_bits=True),
@@ -195,9 +193,6 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         collectives=_totals_by_kind(list_collectives(hlo, chip.host_devices)),
         attention=attention,
         cudnn="__cudnn$fmha" in hlo,
-        hbm_bandwidth=chip.hbm_bandwidth,
-        interconnect=chip.interconnect,
-        network=chip.network,
         step_tokens=tokens,
         steps=config.train.steps,
     )
@@ -226,7 +221,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
         ("temporaries", format_bytes(e.temporary_bytes), "activations, gradients, gathered parameters; some overlap"),
         ("outputs", format_bytes(e.output_bytes), f"{format_bytes(e.alias_bytes)} of them overwrite arguments"),
         ("program", format_bytes(e.code_bytes), "machine code"),
-        ("memory", format_bytes(e.needed_bytes), f"total, of {format_bytes(e.capacity_bytes)}: {verdict}"),
+        ("memory", format_bytes(e.needed_bytes), f"total, of {format_bytes(e.chip.hbm_bytes)}: {verdict}"),
     )
     how = "a run measures the kernels and may select another one"
     if e.cudnn:
@@ -250,12 +245,13 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
         return out
     rate = f"{e.peak_flops or 0:.3g} FLOP/s" + (f", in 8 bits {e.low_precision_peak or 0:.3g}" if low else "")
     crosses = any(numbers["network_bytes"] for numbers in e.collectives.values())
-    network = f" ({(e.network or 0) / 1e9:.4g} over the network)" if crosses else ""
-    bandwidth = f"{(e.interconnect or 0) / 1e9:.4g} GB/s{network}"
+    network = f" ({(e.chip.network or 0) / 1e9:.4g} over the network)" if crosses else ""
+    memory = f"{(e.chip.hbm_bandwidth or 0) / 1e9:.4g} GB/s"
+    bandwidth = f"{(e.chip.interconnect or 0) / 1e9:.4g} GB/s{network}"
     section(
         ("arithmetic", _seconds(bound.arithmetic_seconds), f"executed / {rate}"),
         ("collectives", _seconds(bound.collective_seconds), f"bytes sent / {bandwidth}"),
-        ("state", _seconds(bound.state_seconds), f"arguments and outputs / {(e.hbm_bandwidth or 0) / 1e9:.4g} GB/s"),
+        ("state", _seconds(bound.state_seconds), f"arguments and outputs / {memory}"),
         ("step", f"≥ {_seconds(bound.step_seconds)}", "max(arithmetic, collectives, state): one hides the others"),
         ("MFU", f"≤ {bound.mfu:.1%}", "model / (devices × peak × step)"),
         ("MFU, causal", f"≤ {bound.mfu_causal:.1%}", "model, causal / (devices × peak × step)"),

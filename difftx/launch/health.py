@@ -87,20 +87,15 @@ def bucket_speeds(folder: BucketPath) -> dict[str, float]:
         start = time.perf_counter()
         objects.write(path, content)
         written = time.perf_counter() - start
-        return {"write": FILE_BYTES / written, **object_speeds(path, FILE_BYTES)}
+        times = []
+        for _ in range(SMALL_READS):
+            start = time.perf_counter()
+            list(objects.read_ranges(path, [(0, 1024)]))
+            times.append(time.perf_counter() - start)
+        parts = [(at, min(at + BUFFER_BYTES, FILE_BYTES)) for at in range(0, FILE_BYTES, BUFFER_BYTES)]
+        start = time.perf_counter()
+        list(objects.read_ranges(path, parts))
+        read = time.perf_counter() - start
+        return {"write": FILE_BYTES / written, "read": FILE_BYTES / read, "latency_seconds": statistics.median(times)}
     finally:
         objects.delete([path])
-
-
-def object_speeds(path: BucketPath, size: int) -> dict[str, float]:
-    """Return the bytes/s at which an object of `size` bytes is read, and the seconds of a small read."""
-    size = min(size, FILE_BYTES)
-    times = []
-    for _ in range(SMALL_READS):
-        start = time.perf_counter()
-        list(objects.read_ranges(path, [(0, min(size, 1024))]))
-        times.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    parts = objects.read_ranges(path, [(at, min(at + BUFFER_BYTES, size)) for at in range(0, size, BUFFER_BYTES)])
-    found = sum(0 if part is None else len(part.content) for part in parts)
-    return {"read": found / (time.perf_counter() - start), "latency_seconds": statistics.median(times)}

@@ -237,7 +237,8 @@ class Decoder(nnx.Module):
         if isinstance(self.blocks, nnx.List):
             others_L = constants_L, *inputs_L
             return group(carry, [(block, *layer_of(others_L, i)) for i, block in enumerate(self.blocks)])
-        unroll = self.config.num_layers // period if may_unroll and self._is_shallow else 1
+        is_shallow = self.config.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS
+        unroll = self.config.num_layers // period if may_unroll and is_shallow else 1
         if period == 1:
             stacked_L = self.blocks, constants_L.of_layer(self.config, 0), *inputs_L
             return jax.lax.scan(lambda carry, of_layer: layer(carry, *of_layer), carry, stacked_L, unroll=unroll)
@@ -246,10 +247,6 @@ class Decoder(nnx.Module):
             lambda carry, stacked_P: group(carry, _unstacked(stacked_P, period)), carry, stacked_NP, unroll=unroll
         )
         return carry, jax.tree.map(_merge_axes, outputs_NP)
-
-    @property
-    def _is_shallow(self) -> bool:
-        return self.config.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS
 
     def angles(self, length: int, positions_BT: jax.Array | None = None) -> Angles:
         """Return the angles of the rotary embedding for rows of `length` tokens, by default at positions 0, 1, 2, …"""

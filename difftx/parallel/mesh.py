@@ -12,7 +12,6 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from difftx.config import MeshConfig
-from difftx.config.checks import largest_divisor_up_to
 from difftx.errors import UserError
 
 # Mesh axes from outermost to innermost. The innermost axis communicates most, so it connects neighbouring devices.
@@ -41,21 +40,10 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     if math.prod(sizes.values()) != devices:
         asked = ", ".join(f"mesh.{axis}={getattr(config, axis)}" for axis in AXES)
         raise UserError(
-            f"{asked}: these sizes do not multiply to the {devices} devices here; {_fitting(config, devices)}"
+            f"{asked}: these sizes do not multiply to the {devices} devices here; set mesh.fsdp=-1, which takes the "
+            "remaining devices, and the other axes to divisors"
         )
     return sizes
-
-
-def _fitting(config: MeshConfig, devices: int) -> str:
-    """Return a hint that changes one axis, if possible the largest, so that the mesh covers all devices."""
-    sizes = {axis: getattr(config, axis) for axis in AXES}
-    free = [axis for axis, size in sizes.items() if size == -1]
-    fixed = {axis: size for axis, size in sizes.items() if size != -1}
-    for axis, size in sorted(fixed.items(), key=lambda item: -item[1]):
-        rest, remainder = divmod(devices, math.prod(fixed.values()) // size)
-        if not remainder:
-            return f"set mesh.{axis}={largest_divisor_up_to(size, rest) if free else rest}"
-    return f"set mesh.{(free or ['fsdp'])[0]}=-1 and the other axes to 1"
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

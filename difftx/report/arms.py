@@ -42,8 +42,14 @@ class Arm:
 def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
     """Group the runs. An arm of several runs has the name of its architecture if no other arm has it."""
     groups: list[list[RunRecord]] = []
+
+    def differ_in_seeds_only(one: RunRecord, other: RunRecord) -> bool:
+        # Equal configs may name files that have changed.
+        of_same_data = not different_tokenizers([one, other]) and data_content(one) == data_content(other)
+        return of_same_data and not training_changes(one, other)
+
     for run in runs:
-        group = next((group for group in groups if all(_differ_in_seeds_only(other, run) for other in group)), [])
+        group = next((group for group in groups if all(differ_in_seeds_only(other, run) for other in group)), [])
         if not group:
             groups.append(group)
         group.append(run)
@@ -88,9 +94,3 @@ def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
         if not change.has(Flag.SEED)
         and not (change.has(Effect.START) and has_other_seed and None not in (change.old, change.new))
     ]
-
-
-def _differ_in_seeds_only(first: RunRecord, second: RunRecord) -> bool:
-    if different_tokenizers([first, second]):  # Equal configs may name files that have changed.
-        return False
-    return data_content(first) == data_content(second) and not training_changes(first, second)

@@ -214,7 +214,7 @@ def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Ma
 
 def _read_run(workdir: Path, name: str) -> RunRecord:
     run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
-    rows, _ = read_metrics(path)  # Without invalid lines, such as a half-written one.
+    rows = list(read_metrics(path))  # Without invalid lines, such as a half-written one.
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
     results, outdated = _read_results(workdir)

@@ -58,21 +58,16 @@ def read(path: BucketPath) -> Stored | None:
     return Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
-def read_all(paths: Iterable[BucketPath]) -> Iterator[Stored | None]:
-    """Return the object of each path in order, as `read`, with several requests at a time."""
-    return _reads((path, {}) for path in paths)
-
-
 def read_ranges(path: BucketPath, ranges: Iterable[tuple[int, int]]) -> Iterator[Stored | None]:
     """Return bytes `start` … `stop - 1` of an object for each range in order, with several requests at a time.
 
     As for `read`, the caller must verify the content. It may be shorter than its range.
     """
-    return _reads((path, {"byte_range": slice(*each)}) for each in ranges)
+    return read_all((path, {"byte_range": slice(*each)}) for each in ranges)
 
 
-def _reads(requests: Iterable[tuple[BucketPath, dict[str, Any]]]) -> Iterator[Stored | None]:
-    """Return the result of each request, a path and options of TensorStore's `read`."""
+def read_all(requests: Iterable[tuple[BucketPath, dict[str, Any]]]) -> Iterator[Stored | None]:
+    """Return the result of each request, a path and options of TensorStore's `read`, in order, several at a time."""
     for group in itertools.batched(requests, CONCURRENT):
         futures = [_bucket_of(path).read(_key(path), **options) for path, options in group]
         for (path, _), future in zip(group, futures, strict=True):

@@ -5,11 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import rich.table
+from difftx.training.metrics import EVENTS, read_metrics
 
-from difftx.training.metrics import EVENTS, metrics_rows
-
-# Name of each section of the wall time → its label in the table.
+# Name of each section of the wall time → its label.
 SECTIONS = {
     "train": "training steps",
     "data_wait": "waiting for data",
@@ -56,7 +54,7 @@ class Goodput:
         """
         newest = kept = dict.fromkeys(SECTIONS, 0.0)  # The last goodput row, and the last one that is not after `step`.
         unaccounted, last_step = 0.0, 0  # Seconds of train rows since the last goodput row.
-        for row in metrics_rows(metrics):
+        for row in read_metrics(metrics):
             if row["split"] == "goodput":
                 newest, unaccounted = {name: row.get(f"{name}_seconds", 0.0) for name in SECTIONS}, 0.0
                 kept = newest if row["step"] <= step else kept
@@ -79,12 +77,8 @@ class Goodput:
         return {**seconds, "wall_seconds": wall, "goodput": self._seconds["train"] / wall if wall > 0 else 0.0}
 
 
-def format_goodput(row: dict[str, float]) -> rich.table.Table:
-    """Return a table that shows a result of `Goodput.row`: the seconds and the share of each section."""
+def format_goodput(row: dict[str, float]) -> str:
+    """Return a line with a result of `Goodput.row`: the wall time and the share of each section."""
     wall = row["wall_seconds"]
-    numbers = [rich.table.Column(name, justify="right") for name in ("seconds", "share")]
-    table = rich.table.Table("", *numbers, title="wall time of the run")
-    for name, text in [*SECTIONS.items(), ("wall", "all")]:
-        seconds = row[f"{name}_seconds"]
-        table.add_row(text, f"{seconds:,.1f}", f"{seconds / wall:.1%}" if wall > 0 else "-")
-    return table
+    shares = (f"{text} {row[f'{name}_seconds'] / max(wall, 1e-9):.1%}" for name, text in SECTIONS.items())
+    return f"wall time of the run: {wall:,.1f} s: {', '.join(shares)}"

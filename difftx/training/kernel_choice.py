@@ -35,7 +35,9 @@ def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking]) -> None:
 
     Call `multihost.join` and `agree_on_command` first. `recorded` has the rankings that the run has recorded.
     """
-    measurable = {kernel_function(config): config for config in configs if _is_measured(config)}
+    automatic = [config for config in configs if config.model.attention_implementation == "auto"]
+    measurable = {kernel_function(config): config for config in automatic if config.train.kernel_choice == "measured"}
+    measurable.pop("weighted_attention", None)  # It has one kernel.
     devices = kernel_measurement.gpu_identity() if measurable else None
     if devices is None:  # On GPUs, measure before this process allocates their memory.
         multihost.require_devices()
@@ -55,12 +57,6 @@ def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking]) -> None:
         if ranking is not None:
             _use(ranking, recorded.get(function))
     multihost.require_devices()
-
-
-def _is_measured(config: Config) -> bool:
-    is_auto = config.model.attention_implementation == "auto"
-    # `weighted_attention` has one kernel.
-    return config.train.kernel_choice == "measured" and is_auto and kernel_function(config) != "weighted_attention"
 
 
 def conditions(devices: str, config: Config) -> dict[str, str]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import rich
 
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED
 from difftx.files import resolved
@@ -288,8 +287,8 @@ class Training:
         row = self._write_goodput()
         self._writer.close()
         self._checkpointer.close()
-        if is_primary() and code is not None:
-            rich.print(format_goodput(row))
+        if code is not None:
+            print_on_primary(format_goodput(row))
         return code
 
     def _write_goodput(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ chunk, so that the logits are neither stored nor computed again in the backward 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,36 +36,27 @@ class Distillation:
 
 
 def batch_loss(
-    model: Decoder, batch: Batch, z_loss: float = 0.0, watch: bool | jax.Array = False
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Return the sum of NLL and z-loss over the targets in the loss mask, the z-loss in it, and per-layer statistics.
-
-    All are in nats. The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv
-    2204.02311). `watch` is that of `Decoder.hidden`.
-    """
-    x_BTD, stats = _hidden(model, batch, watch)
-    inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap
-    with jax.named_scope("loss"):
-        return *weighted_loss(*inputs, cap, z_loss), stats
-
-
-def batch_distilled_loss(
     model: Decoder,
     batch: Batch,
-    z_loss: float,
-    teacher: Decoder,
-    weight: float,
-    temperature: float,
+    z_loss: float = 0.0,
     watch: bool | jax.Array = False,
+    teacher: Decoder | None = None,
+    weight: float = 0.0,
+    temperature: float = 1.0,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], dict[str, jax.Array]]:
-    """Return `distilled_loss` for the targets in the loss mask, and the model's per-layer statistics."""
-    with jax.named_scope("teacher"):
-        of_teacher = _hidden(teacher, batch)[0], teacher.unembedding()
+    """Return the results of `weighted_loss` for the targets in the loss mask, and per-layer statistics.
+
+    `watch` is that of `Decoder.hidden`. `weight` and `temperature` are those of the `Distillation` of a teacher.
+    """
+    of_teacher, distillation = (), None
+    if teacher is not None:
+        with jax.named_scope("teacher"):
+            of_teacher = _hidden(teacher, batch)[0], teacher.unembedding()
+        distillation = Distillation(weight, temperature, teacher.config.logit_soft_cap)
     x_BTD, stats = _hidden(model, batch, watch)
     inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap
-    distillation = Distillation(weight, temperature, teacher.config.logit_soft_cap)
     with jax.named_scope("loss"):
-        return *distilled_loss(*inputs, of_teacher, cap, z_loss, distillation), stats
+        return *weighted_loss(*inputs, cap, z_loss, of_teacher, distillation), stats
 
 
 def _hidden(model: Decoder, batch: Batch, watch: bool | jax.Array = False) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -83,7 +75,7 @@ def token_scores(
     return nll_BT, is_largest_BT
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 7))
 def weighted_loss(
     x_BTD: jax.Array,
     table_VD: jax.Array,
@@ -91,85 +83,60 @@ def weighted_loss(
     weight_BT: jax.Array,
     logit_soft_cap: float | None,
     z_loss: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of -log p(target) + z_loss · log² Z over all tokens, and that of z_loss · log² Z alone.
-
-    Both are float32 scalars. The second sum is constant in the backward pass.
-    """
-    nll_BT, log_z_BT, _ = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
-    return _sums(nll_BT, log_z_BT, weight_BT, z_loss)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def distilled_loss(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    targets_BT: jax.Array,
-    weight_BT: jax.Array,
-    teacher: tuple[jax.Array, jax.Array],
-    logit_soft_cap: float | None,
-    z_loss: float,
-    distillation: Distillation,
+    teacher: tuple[jax.Array, ...] = (),
+    distillation: Distillation | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return the weighted sum of the loss of `Distillation` and the z-loss, and those of NLL, z-loss and KL divergence.
+    """Return the weighted sum of NLL and z-loss over all tokens, and those of NLL and of z-loss alone, in nats.
 
-    `teacher` has the last hidden state and the unembedding of the teacher, whose gradient is zero.
+    The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv 2204.02311).
+    With a `teacher`, its last hidden state and its unembedding, the loss of `Distillation` takes the place of NLL, and
+    the sum of the KL divergence follows. The single sums and the teacher are constant in the backward pass.
     """
-    rest = logit_soft_cap, z_loss, distillation
-    return _distilled_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, teacher, *rest)[0]
+    rest = logit_soft_cap, z_loss, teacher, distillation
+    if distillation is not None:
+        return _weighted_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, *rest)[0]
+    nll_BT, log_z_BT, _ = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
+    return _sums(weight_BT, z_loss, None, nll_BT, log_z_BT)[1]
 
 
-def _distilled_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, teacher, logit_soft_cap, z_loss, distillation):
-    layout, w = Layout(), distillation.weight
+def _weighted_loss_forward(
+    x_BTD, table_VD, targets_BT, weight_BT, logit_soft_cap, z_loss, teacher, distillation
+) -> tuple[Any, Any]:
+    layout = Layout()
     of_model = (layout.act_BTD, layout.embedding_VD)
-    in_specs = (*of_model, layout.act_BT, layout.act_BT, *of_model)
-    out_specs = (layout.act_BT, layout.act_BT, layout.act_BT, *of_model)
+    in_specs = (*of_model, layout.act_BT, layout.act_BT, *(of_model if teacher else ()))
+    out_specs = (*[layout.act_BT] * (3 if teacher else 2), *of_model)
     options = {"logit_soft_cap": logit_soft_cap, "z_loss": z_loss, "distillation": distillation}
     local = functools.partial(_loss_and_gradients, **options)
     call = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    nll_BT, log_z_BT, kl_BT, dx_BTD, dtable_VD = call(x_BTD, table_VD, targets_BT, weight_BT, *teacher)
-    dweight_BT = (1 - w) * nll_BT + z_loss * log_z_BT**2 + w * distillation.temperature**2 * kl_BT
-    nll, kl = jnp.sum(nll_BT * weight_BT), jnp.sum(kl_BT * weight_BT)
-    of_z = z_loss * jnp.sum(log_z_BT**2 * weight_BT)
-    total = (1 - w) * nll + of_z + w * distillation.temperature**2 * kl
-    return (total, (nll, of_z, kl)), (dx_BTD, dtable_VD, dweight_BT)
+    *scores_BT, dx_BTD, dtable_VD = call(x_BTD, table_VD, targets_BT, weight_BT, *teacher)
+    dweight_BT, sums = _sums(weight_BT, z_loss, distillation, *scores_BT)
+    return sums, (dx_BTD, dtable_VD, dweight_BT)
 
 
-def _distilled_loss_backward(logit_soft_cap, z_loss, distillation, residuals, dsums):
-    return *_weighted_loss_backward(logit_soft_cap, z_loss, residuals, dsums), None
-
-
-distilled_loss.defvjp(_distilled_loss_forward, _distilled_loss_backward)
-
-
-def _weighted_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, logit_soft_cap, z_loss):
-    layout = Layout()
-    in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT, layout.act_BT)
-    out_specs = (layout.act_BT, layout.act_BT, layout.act_BTD, layout.embedding_VD)
-    local = functools.partial(_loss_and_gradients, logit_soft_cap=logit_soft_cap, z_loss=z_loss)
-    call = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    nll_BT, log_z_BT, dx_BTD, dtable_VD = call(x_BTD, table_VD, targets_BT, weight_BT)
-    dweight_BT = nll_BT + z_loss * log_z_BT**2 if z_loss else nll_BT
-    return _sums(nll_BT, log_z_BT, weight_BT, z_loss), (dx_BTD, dtable_VD, dweight_BT)
-
-
-def _weighted_loss_backward(logit_soft_cap, z_loss, residuals, dsums):
+def _weighted_loss_backward(logit_soft_cap, z_loss, distillation, residuals, dsums):
     dx_BTD, dtable_VD, dweight_BT = residuals
     dloss, _ = dsums
     no_grad = np.zeros(dweight_BT.shape, jax.dtypes.float0)
     dx_scaled_BTD = (dx_BTD.astype(jnp.float32) * dloss).astype(dx_BTD.dtype)
-    return dx_scaled_BTD, dtable_VD * dloss, no_grad, dweight_BT * dloss
+    return dx_scaled_BTD, dtable_VD * dloss, no_grad, dweight_BT * dloss, None
 
 
 weighted_loss.defvjp(_weighted_loss_forward, _weighted_loss_backward)
 
 
-def _sums(nll_BT, log_z_BT, weight_BT, z_loss):
-    nll = jnp.sum(nll_BT * weight_BT)
-    if not z_loss:
-        return nll, jnp.zeros_like(nll)
-    of_z = z_loss * jnp.sum(log_z_BT**2 * weight_BT)
-    return nll + of_z, of_z
+def _sums(weight_BT, z_loss, distillation: Distillation | None, nll_BT, log_z_BT, *kl_BT) -> tuple[Any, Any]:
+    """Return the loss of each token, `[B, T]`, and the results of `weighted_loss`."""
+
+    def loss(nll, log_z_squared, *kl):
+        of_z = z_loss * log_z_squared if z_loss else jnp.zeros_like(nll)
+        if distillation is None:
+            return nll + of_z, (nll, of_z)
+        w = distillation.weight
+        return (1 - w) * nll + of_z + w * distillation.temperature**2 * kl[0], (nll, of_z, *kl)
+
+    parts_BT = nll_BT, log_z_BT**2, *kl_BT
+    return loss(*parts_BT)[0], loss(*(jnp.sum(x_BT * weight_BT) for x_BT in parts_BT))
 
 
 def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):

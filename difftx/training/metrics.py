@@ -73,7 +73,11 @@ class MetricsWriter:
             start_step=start_step,
             config=run_config,
             is_continuous=not self._is_cut,
-            history=lambda: self._history(start_step),
+            history=lambda: (
+                (row["step"], _scalars(row))
+                for row in read_metrics(self.path)
+                if row["attempt"] < self.attempt and row["step"] <= start_step
+            ),
             owner=owner,
         )
         self._trackers = start_trackers(config.trackers, attempt)
@@ -103,32 +107,19 @@ class MetricsWriter:
     def _kept(self, log: JsonLines, start_step: int) -> Iterator[dict[str, Any]]:
         """Yield the events, and the rows up to `start_step`. Set `events`, and this attempt's number, from 1."""
         for row in _parse_rows(log.content()):
-            self.attempt = max(self.attempt, 0 if row is None else row["attempt"])
-            if row is not None and row["split"] in EVENTS:
+            self.attempt = max(self.attempt, row["attempt"])
+            if row["split"] in EVENTS:
                 self.events.append(row)
-            if row is not None and (row["step"] <= start_step or row["split"] in EVENTS):
+            if row["step"] <= start_step or row["split"] in EVENTS:
                 yield row
             else:
-                self._is_cut = self._is_cut or row is not None
+                self._is_cut = True
         self.attempt += 1
 
-    def _history(self, start_step: int) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield the rows of earlier attempts up to `start_step`."""
-        for row in metrics_rows(self.path):
-            if row["attempt"] < self.attempt and row["step"] <= start_step:
-                yield row["step"], _scalars(row)
 
-
-def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a metrics.jsonl and the number of invalid lines. An absent file has no rows."""
-    rows = list(_parse_rows(JsonLines(path).content()))
-    valid = [row for row in rows if row is not None]
-    return valid, len(rows) - len(valid)
-
-
-def metrics_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics.jsonl without storing them, because a long run has millions."""
-    yield from (row for row in _parse_rows(JsonLines(path).content()) if row is not None)
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics.jsonl, of which a long run has millions. An absent file has none."""
+    return _parse_rows(JsonLines(path).content())
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
@@ -139,14 +130,14 @@ def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
             content = file.read()
     except OSError:
         return []
-    return [row for row in _parse_rows(content) if row is not None]
+    return list(_parse_rows(content))
 
 
-def _parse_rows(content: bytes) -> Iterator[dict[str, Any] | None]:
-    """Yield the row in each line, or None for an invalid line."""
+def _parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the row in each valid line."""
     for row in parse_json_lines(content, ROW_FIELDS):
-        fields = {} if row is None else SPLIT_FIELDS.get(row["split"], {})
-        yield row if row and all(isinstance(row.get(name), kind) for name, kind in fields.items()) else None
+        if all(isinstance(row.get(name), kind) for name, kind in SPLIT_FIELDS.get(row["split"], {}).items()):
+            yield row
 
 
 def _plain(value: Any) -> Any:
@@ -157,19 +148,18 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _items(value: Any) -> dict[str, Any]:
-    """Return the items of lists of lists with keys "/01", "/02", … per list, or the value itself with the key ""."""
-    if not isinstance(value, list):
-        return {"": value}
-    return {f"/{i:02d}{path}": v for i, item in enumerate(value, 1) for path, v in _items(item).items()}
-
-
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the row's numbers with keys "split/name", and "split/name/01", "split/name/02", … for items of a list."""
-    flat = {}
-    for name, value in row.items():
+    flat: dict[str, float] = {}
+
+    def add(name: str, value: Any) -> None:
         if isinstance(value, list):
-            flat |= {f"{row['split']}/{name}{path}": v for path, v in _items(value).items() if v is not None}
-        elif isinstance(value, (int, float)) and name not in ("step", "attempt"):
-            flat[f"{row['split']}/{name}"] = value
+            for i, item in enumerate(value, 1):
+                add(f"{name}/{i:02d}", item)
+        elif isinstance(value, (int, float)):
+            flat[name] = value
+
+    for name in row:
+        if name not in ("step", "attempt"):
+            add(f"{row['split']}/{name}", row[name])
     return flat

@@ -21,7 +21,7 @@ from difftx.model.attention import LARGEST_LOGITS
 from difftx.model.decoder import Decoder
 from difftx.model.lora import LORA
 from difftx.parallel.layout import BATCH, Layout
-from difftx.training.loss import batch_distilled_loss, batch_loss
+from difftx.training.loss import batch_loss
 from difftx.training.optimizer import learning_rate, make_optimizer, updates_made
 from difftx.training.qk_clip import clipped
 from difftx.training.trainable import join, new_adapters, split, with_adapters
@@ -111,12 +111,11 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
 
         def loss_of(train: Any):
             model, c = nnx.merge(graphdef, with_adapters(join(train, frozen), config.train)), config.train
+            of_teacher: Any = ()
             if teacher_graph is not None:
                 of_teacher = nnx.merge(teacher_graph, teacher_params), c.distill_weight, c.distill_temperature
-                loss, sums, stats = batch_distilled_loss(model, batch, c.z_loss, *of_teacher, watch)
-                return loss, (sums, stats)
-            loss, z_loss, stats = batch_loss(model, batch, c.z_loss, watch)
-            return loss, ((loss - z_loss, z_loss), stats)
+            loss, sums, stats = batch_loss(model, batch, c.z_loss, watch, *of_teacher)
+            return loss, (sums, stats)
 
         grads, (sums, stats) = jax.grad(loss_of, has_aux=True)(train)
         return sums, stats, grads

@@ -154,20 +154,19 @@ def test_without_shard_map_the_inputs_are_gathered():
     assert compile_on(mesh, "forward", in_shard_map=False) == {"all-gather"}
 
 
-@pytest.mark.parametrize(("attention", "calls"), [(cudnn.attention, 1), (cudnn.diff_attention_wide_values, 2)])
-def test_cudnn_path_compiles_with_its_gradient(attention, calls):
+def test_cudnn_path_compiles_with_its_gradient():
     """The program has cuDNN's calls and shapes. XLA leaves the plans to the GPU, where cuDNN may still reject calls."""
     mesh = h200.mesh((2, 2), ("data", "tensor"))
     q, k, v, lam, *_ = arguments(mesh, width=128, length=1000, kv_heads=4)
     spec = q.sharding.spec
 
     def loss(*args):
-        return attention(*args, window=512).astype(jnp.float32).sum()
+        return cudnn.attention(*args, window=512).astype(jnp.float32).sum()
 
     gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
     sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 4)
     with cudnn.checked_for_target(91900):
         hlo = jax.jit(sharded).lower(q, k, v, lam).compile().as_text()
-    assert hlo.count('custom_call_target="__cudnn$fmhaSoftmax"') == calls
-    assert hlo.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == calls
+    assert hlo.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+    assert hlo.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
     assert not COLLECTIVES.findall(hlo)

@@ -81,7 +81,7 @@ def _rows(workdir):
 def is_saving(workdir):
     """Return whether a checkpoint is being saved."""
     folder = workdir / "checkpoints"
-    manifests = objects.read_all(folder / name / MANIFEST for name in objects.list_folder(folder))
+    manifests = objects.read_all((folder / name / MANIFEST, {}) for name in objects.list_folder(folder))
     return any(found is not None and is_note(found.content) for found in manifests)
 
 

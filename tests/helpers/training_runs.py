@@ -9,9 +9,15 @@ from helpers.command_server import commands
 from helpers.processes import TRAIN_SLOWLY
 
 
+def all_metrics(workdir):
+    """Return the rows of a run's metrics.jsonl, and check that each of its lines is valid."""
+    rows = list(read_metrics(path := workdir / "metrics.jsonl"))
+    assert len(rows) == len(path.read_text().splitlines())
+    return rows
+
+
 def train_losses(workdir):
-    rows, skipped = read_metrics(workdir / "metrics.jsonl")
-    assert skipped == 0
+    rows = all_metrics(workdir)
     train = [row for row in rows if row["split"] == "train"]
     assert [row["step"] for row in train] == list(range(1, len(train) + 1))  # No step is missing or repeated.
     return [row["loss"] for row in train], rows

@@ -50,7 +50,7 @@ def test_refusals(config, mesh_of, tmp_path):
     refused(base, out, "--merge: .* has no adapters", "--to=difftx", "--merge", convert=convert)
     refused(lora, out, "--merge requires --from=difftx --to=difftx", "--to=hf", "--merge", convert=convert)
     refused(lora, out, "has trained final_norm/scale too, .*; use --to=hf", "--to=peft", convert=convert)
-    refused(lora, out, "--verify compares models", "--to=peft", "--verify", convert=convert)
+    refused(lora, out, "--verify compares with the package transformers", "--to=peft", "--verify", convert=convert)
 
 
 @pytest.mark.parametrize("architecture", ["transformer", "diff", "diff_v2", "gdla", "gated", "gda"])

@@ -35,25 +35,14 @@ def output_and_gradients(attention, args, ids_BT, dout_BTHE):
 
 @pytest.fixture
 def xla_instead(monkeypatch):
-    """Replace cuDNN by XLA in JAX's attention functions.
-
-    `jax.nn.dot_product_attention` requires K and V of equal width with XLA as with cuDNN. The private call accepts
-    wider V, so its replacement splits V into halves.
-    """
+    """Replace cuDNN by XLA in `jax.nn.dot_product_attention`, which requires K and V of equal width with both."""
     public = jax.nn.dot_product_attention
 
     def call(*args, implementation, **kwargs):
         assert implementation == "cudnn"
         return public(*args, implementation="xla", **kwargs)
 
-    def private_call(q, k, v, *, scale, mask_type, sliding_window_length):
-        assert mask_type == cudnn.private.MaskType.CAUSAL
-        window = None if sliding_window_length is None else (sliding_window_length - 1, 0)
-        call = functools.partial(public, q, k, scale=scale, is_causal=True, local_window_size=window)
-        return jnp.concatenate([call(half) for half in jnp.split(v, 2, axis=-1)], axis=-1)
-
     monkeypatch.setattr(jax.nn, "dot_product_attention", call)
-    monkeypatch.setattr(cudnn.private, "dot_product_attention", private_call)
 
 
 @pytest.fixture
@@ -65,14 +54,14 @@ def on_hopper():
 
 @pytest.mark.parametrize("window", [None, 1, 30])
 @pytest.mark.parametrize(
-    ("attention", "widest", "segments"),
+    ("widest", "segments"),
     [
-        (cudnn.attention, 32, True),
-        (cudnn.attention, 16, True),  # V is split.
-        (cudnn.diff_attention_wide_values, 32, False),
+        (32, True),
+        (32, False),
+        (16, True),  # V is split.
     ],
 )
-def test_algebra_is_exact(attention, widest, segments, window, xla_instead, monkeypatch):
+def test_algebra_is_exact(widest, segments, window, xla_instead, monkeypatch):
     monkeypatch.setattr(cudnn, "_widest_head", lambda: widest)
     args = make_inputs()
     ids_BT = jnp.asarray(np.sort(np.random.default_rng(2).integers(0, 4, (2, 100)))) if segments else None
@@ -80,7 +69,7 @@ def test_algebra_is_exact(attention, widest, segments, window, xla_instead, monk
     with jax.default_matmul_precision("highest"):
         (out, *grads), (expected, *expected_grads) = (
             jax.jit(functools.partial(output_and_gradients, functools.partial(f, window=window)))(args, ids_BT, dout)
-            for f in (attention, naive)
+            for f in (cudnn.attention, naive)
         )
     assert out.dtype == args[0].dtype
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
@@ -89,16 +78,11 @@ def test_algebra_is_exact(attention, widest, segments, window, xla_instead, monk
 
 
 @pytest.mark.parametrize(
-    ("kind", "attention", "calls", "heads", "widths"),
-    [
-        ("NVIDIA H200", cudnn.attention, 1, 8, (256, 256)),
-        ("NVIDIA H200", cudnn.diff_attention_wide_values, 2, 4, (128, 256)),
-        ("NVIDIA A100-SXM4-80GB", cudnn.attention, 1, 16, (128, 128)),
-        ("NVIDIA B200", cudnn.attention, 1, 16, (128, 128)),
-    ],
+    ("kind", "heads", "width"),
+    [("NVIDIA H200", 8, 256), ("NVIDIA A100-SXM4-80GB", 16, 128), ("NVIDIA B200", 16, 128)],
 )
 @pytest.mark.parametrize("window", [None, 512])
-def test_lowers_to_cudnn_and_nothing_quadratic(kind, attention, calls, heads, widths, window, monkeypatch):
+def test_lowers_to_cudnn_and_nothing_quadratic(kind, heads, width, window, monkeypatch):
     q, k, v, lam = (
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (
@@ -110,17 +94,16 @@ def test_lowers_to_cudnn_and_nothing_quadratic(kind, attention, calls, heads, wi
     )
 
     def loss(*args):
-        return attention(*args, window=window).astype(jnp.float32).sum()
+        return cudnn.attention(*args, window=window).astype(jnp.float32).sum()
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     capability = target.compute_capability(kind)  # cuDNN's calls cannot be lowered under an abstract mesh.
     monkeypatch.setattr(target, "compute_capability", lambda: capability)
     with cudnn.checked_for_target(91900):
         text = gradients.trace(q, k, v, lam).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__cudnn$fmhaSoftmax(") == calls
-    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == calls
-    for width in widths:
-        assert f"tensor<2x1024x{heads}x{width}xbf16>" in text
+    assert text.count("@__cudnn$fmhaSoftmax(") == 1
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
+    assert f"tensor<2x1024x{heads}x{width}xbf16>" in text
     assert "dot_general" not in text
     assert "1024x1024x" not in text.replace('"', "")
 
@@ -129,19 +112,6 @@ def diff_call(width=128, dtype=jnp.bfloat16, *, segments=False, tokens=100):
     shapes = ((2, tokens, 4, 2, width), (2, tokens, 2, 2, width), (2, tokens, 2, 2 * width))
     ids = jax.ShapeDtypeStruct((2, tokens), jnp.int32) if segments else None
     return AttentionCall(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), ids)
-
-
-def test_wide_values_require_hopper_and_a_new_cudnn(on_hopper, monkeypatch):
-    assert cudnn.wide_values_unsupported(diff_call()) is None
-    assert "dense mask" in cudnn.wide_values_unsupported(diff_call(segments=True))
-    assert "up to 256 wide, not 272" in cudnn.wide_values_unsupported(diff_call(136))
-    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA B200"):
-        with targeting(kind):
-            assert f"(compute capability 9.0), found {kind}" in cudnn.wide_values_unsupported(diff_call(64))
-    with cudnn.checked_for_target(91001):
-        assert "found 91001" in cudnn.wide_values_unsupported(diff_call())
-    monkeypatch.setattr(cudnn, "private", None)
-    assert "no jax._src" in cudnn.wide_values_unsupported(diff_call())
 
 
 @pytest.mark.parametrize(

@@ -146,22 +146,25 @@ def test_libtpus_own_message_is_understood():
 @pytest.fixture
 def estimated(planned):
     """Return the estimate whose numbers the command wrote."""
-    return Estimate(**{field.name: planned[1][field.name] for field in dataclasses.fields(Estimate)})
+    fields = {field.name: planned[1][field.name] for field in dataclasses.fields(Estimate)}
+    return Estimate(**fields | {"chip": Chip(**fields["chip"])})
 
 
 def test_the_bound_is_the_slowest_of_arithmetic_collectives_and_state(estimated):
     e = estimated
     assert e.bound is None
-    fast = dataclasses.replace(e, peak_flops=1e12, hbm_bandwidth=1e30, interconnect=1e30, network=1e30)
+    chip = Chip(hbm_bytes=GIB, hbm_bandwidth=1e30, interconnect=1e30, network=1e30)
+    fast = dataclasses.replace(e, peak_flops=1e12, chip=chip)
     assert fast.bound.step_seconds == e.executed_flops / 1e12
     assert fast.bound.mfu == pytest.approx(e.model_flops / 8 / e.executed_flops)
     sent = sum(c["interconnect_bytes"] for c in e.collectives.values())
-    slow = dataclasses.replace(fast, interconnect=1.0)
+    slow = dataclasses.replace(fast, chip=dataclasses.replace(chip, interconnect=1.0))
     assert slow.bound.step_seconds == sent
     assert slow.bound.days == pytest.approx(e.steps * sent / 86_400)
     half = dataclasses.replace(fast, low_precision_flops=e.executed_flops / 2, low_precision_peak=2e12)
     assert half.bound.arithmetic_seconds == pytest.approx(0.75 * e.executed_flops / 1e12)
-    assert dataclasses.replace(fast, hbm_bandwidth=1.0).bound.step_seconds == e.argument_bytes + e.output_bytes
+    slow = dataclasses.replace(fast, chip=dataclasses.replace(chip, hbm_bandwidth=1.0))
+    assert slow.bound.step_seconds == e.argument_bytes + e.output_bytes
 
 
 def test_search_finds_the_fastest_fit_and_skips_slower_candidates(config, estimated, monkeypatch):
@@ -173,9 +176,7 @@ def test_search_finds_the_fastest_fit_and_skips_slower_candidates(config, estima
         gib = {"none": 4, "dots": 2, "full": 1}[c.model.remat] / c.train.accumulation * c.mesh.data
         flops = {"none": 3, "dots": 3.1, "full": 4}[c.model.remat] * c.mesh.tensor
         changes = {"remat": c.model.remat, "accumulation": c.train.accumulation, "executed_flops": flops}
-        return dataclasses.replace(
-            estimated, **changes, allocated_bytes=int(gib * GIB), code_bytes=0, capacity_bytes=GIB
-        )
+        return dataclasses.replace(estimated, **changes, allocated_bytes=int(gib * GIB), code_bytes=0, chip=CHIP)
 
     monkeypatch.setattr(search, "estimate", by_rule)
     c = config(train__global_batch_tokens=2048)

@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT
 from helpers.data_prepare import prepared
 from helpers.training_checkpoints import largest_file
+from helpers.training_runs import all_metrics
 
 from difftx import registry
 from difftx.commands import sweep
@@ -29,7 +30,7 @@ from difftx.launch.runner import RunStatus, find_reason
 from difftx.registry import Extension
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import quarantined_in, why_invalid
-from difftx.training.metrics import NEWEST_BYTES, read_metrics
+from difftx.training.metrics import NEWEST_BYTES
 from difftx.training.state import TrainState
 
 STEPS = 800  # Steps of a run. They take about a second, so that a test can stop it.
@@ -124,9 +125,7 @@ def states(out):
 
 def attempts(out, run):
     """Check that no step is missing or duplicated, and return the attempts that wrote the steps."""
-    rows, skipped = read_metrics(out / run / "metrics.jsonl")
-    assert skipped == 0
-    steps = [row for row in rows if row["split"] == "train"]
+    steps = [row for row in all_metrics(out / run) if row["split"] == "train"]
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     return sorted({row["attempt"] for row in steps})
 

@@ -97,7 +97,7 @@ KERNELS = [
     ("diff", "pallas_tpu", "TPU v5"),
     ("diff", "splash_wide", "TPU v5"),
     ("diff", "pallas_gpu", "NVIDIA H100 80GB HBM3"),
-    ("diff", "cudnn_wide", "NVIDIA H100 80GB HBM3"),
+    ("diff", "cudnn", "NVIDIA H100 80GB HBM3"),
     ("transformer", "cudnn", "NVIDIA H100 80GB HBM3"),
 ]
 

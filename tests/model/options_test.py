@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, archite
         def loss(params):
             return batch_loss(nnx.merge(graphdef, params), batch, c.train.z_loss)[:2]
 
-        (total, of_z), grads = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
+        (total, (_, of_z)), grads = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
     arrays = [np.asarray(x) for x in (batch.tokens_BT, batch.targets_BT, batch.loss_mask_BT)]
     leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(params)))
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 
 def rows(metrics):
-    return [row for row in read_metrics(metrics)[0] if row["split"] == "train"]
+    return [row for row in read_metrics(metrics) if row["split"] == "train"]
 
 
 def test_two_processes_train_as_one_and_stop_together(started):

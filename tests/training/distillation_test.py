@@ -11,7 +11,7 @@ from helpers.training_runs import train_losses
 
 from difftx.training import loss
 from difftx.training.checkpoint.checkpointer import Checkpoints
-from difftx.training.loss import Distillation, distilled_loss, weighted_loss
+from difftx.training.loss import Distillation, weighted_loss
 from difftx.training.state import init_params, init_state, make_train_step
 from training.loss_test import MESHES, V, inputs
 from training.resume_test import train
@@ -42,9 +42,9 @@ def expected(x_BTD, table_VD, targets_BT, weight_BT, teacher, cap, z_loss, d):
         return jax.device_get(call(*as_float64((x_BTD, table_VD, weight_BT))))
 
 
-def found(x, table, targets, weight, teacher, *rest):
-    call = jax.jit(jax.value_and_grad(distilled_loss, argnums=ARGUMENTS, has_aux=True), static_argnums=(5, 6, 7))
-    return call(x, table, targets, weight, teacher, *rest)
+def found(x, table, targets, weight, teacher, cap, z_loss, d):
+    call = jax.jit(jax.value_and_grad(weighted_loss, argnums=ARGUMENTS, has_aux=True), static_argnums=(4, 5, 7))
+    return call(x, table, targets, weight, cap, z_loss, teacher, d)
 
 
 def teacher_of(mesh):
@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_those_of_whole_logits(mesh_of, monkeypatch, si
     (value, kl), gradients = expected(*arrays, teacher, *rest)
     with jax.set_mesh(mesh):
         (total, sums), grads = found(*arrays, teacher, *rest)
-        without_gradient = jax.jit(distilled_loss, static_argnums=(5, 6, 7))(*arrays, teacher, *rest)[0]
+        without_gradient = jax.jit(weighted_loss, static_argnums=(4, 5, 7))(*arrays, *rest[:2], teacher, d)[0]
     assert [float(total), float(sums[2])] == pytest.approx([float(value), float(kl)], rel=2e-6)
     assert float(without_gradient) == pytest.approx(float(value), rel=2e-6)
     for gradient, wanted in zip(grads, gradients, strict=True):

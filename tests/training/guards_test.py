@@ -103,7 +103,7 @@ def train(run, **options):
 
 
 def train_rows(run):
-    rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+    rows = [row for row in read_metrics(run.workdir / "metrics.jsonl") if row["split"] == "train"]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return rows
 
@@ -114,7 +114,7 @@ def losses(run):
 
 def events(run):
     """Return the rows of rewinds and stops."""
-    return [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] in ("rewind", "stop")]
+    return [row for row in read_metrics(run.workdir / "metrics.jsonl") if row["split"] in ("rewind", "stop")]
 
 
 def final_state(run):
@@ -160,7 +160,7 @@ def loader_of(run):
 def test_few_bad_steps_are_skipped_and_the_run_continues(open_run, capsys, brute_force):
     run = open_run("run", nan={5, 7, 8, 13}, logging__every_steps=6)
     assert train(run) == 0
-    rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+    rows = [row for row in read_metrics(run.workdir / "metrics.jsonl") if row["split"] == "train"]
     assert [row["step"] for row in rows] == [6, 8, 9, 12, 14, 16]
     assert [row["skipped"] for row in rows] == [1, 1, 1, 0, 1, 0]
     assert rows[0]["loss"] is None
@@ -375,9 +375,7 @@ def test_another_batch_size_continues_after_a_rewind(open_run):
     assert read_manifest(half.workdir / "checkpoints" / "20").loader["examples"] == 22 * ROWS + 4 * ROWS // 2
     # The skipped examples do not count, and each batch counts with its own size, in every row and in reports.
     by_step = [ROWS * 32 * min(step, 16) + ROWS * 16 * max(step - 16, 0) for step in range(1, 21)]
-    assert [
-        row["tokens"] for row in read_metrics(half.workdir / "metrics.jsonl")[0] if row["split"] == "train"
-    ] == by_step
+    assert [row["tokens"] for row in read_metrics(half.workdir / "metrics.jsonl") if row["split"] == "train"] == by_step
     (record,) = match_runs(str(half.workdir), "curves")
     assert record.tokens == by_step[-1]
     assert record.progress(range(1, 21))["tokens"] == by_step
@@ -507,7 +505,7 @@ def test_a_branch_rewinds_to_the_checkpoint_that_it_began_with(open_run, train_u
     assert (entry["split"], entry["bad_steps"]) == ("stop" if target is None else "rewind", [bad + 1, bad + 3])
     if target is not None:
         assert entry["step"] == target
-        rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+        rows = [row for row in read_metrics(run.workdir / "metrics.jsonl") if row["split"] == "train"]
         expected = brute_force(run, [*range(target), *range(bad + 5, bad + 5 + STEPS - target)])[0]
         assert [row["loss"] for row in rows] == expected[6:]
 

@@ -47,7 +47,7 @@ def test_training_reports_the_crossings_in_its_rows(config, text_file, tmp_path,
     """λ starts at 2, changes fast and leaves its range, in a run that is resumed. A run of diff_v2 has no crossing."""
 
     def steps_of(split, run):
-        return [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == split]
+        return [row for row in read_metrics(run.workdir / "metrics.jsonl") if row["split"] == split]
 
     changes = {"model__lambda_init": 2.0, "optimizer__learning_rate": 0.3, "mesh__fsdp": 8}
     changes |= {"eval__every_steps": 100, "logging__trackers": (), "data__path": text_file}

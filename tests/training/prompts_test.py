@@ -84,7 +84,7 @@ def test_fine_tuning_lowers_the_loss_of_responses(tmp_path):
         shared = [f"--config.{field}={value}" for field, value in (TINY | {"train.steps": "60"}).items()]
         common = ["--config.eval.every_steps=20", "--config.optimizer.learning_rate=1e-2"]
         run("train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path / name}", *shared, *common, *flags)
-        return read_metrics(tmp_path / name / "metrics.jsonl")[0]
+        return list(read_metrics(tmp_path / name / "metrics.jsonl"))
 
     store = tmp_path / "store"
     flags = ["--tokenizer=bytes", "--prompt_field=prompt", "--valid_fraction=0.1"]

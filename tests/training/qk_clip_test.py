@@ -11,6 +11,7 @@ from conftest import TINY
 from flax import nnx
 from helpers.cases import marked
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, batch_on, layer_of
+from helpers.training_runs import all_metrics
 from model import oracle
 
 import difftx
@@ -21,7 +22,6 @@ from difftx.model.architectures import ARCHITECTURES, heads_of
 from difftx.model.attention import LARGEST_LOGITS, layer_constants
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
-from difftx.training.metrics import read_metrics
 from difftx.training.state import init_state, make_train_step
 
 GROUPED = {"model__num_heads": 4, "model__num_kv_heads": 2}
@@ -250,9 +250,7 @@ def test_a_resumed_run_has_the_same_bits(text_file, tmp_path):
         fields |= {"logging.every_steps": 1, "logging.attention_logits_every_steps": 2, "logging.trackers": ()}
         fields |= {"eval.loss_tokens": 600, "data.path": text_file}
         difftx.train("quickstart:diff", tmp_path / name, steps=steps, **fields)
-        rows, skipped = read_metrics(tmp_path / name / "metrics.jsonl")
-        assert skipped == 0
-        return [row for row in rows if row["split"] == "train"]
+        return [row for row in all_metrics(tmp_path / name) if row["split"] == "train"]
 
     expected, _ = train("whole", 6), train("stopped", 3)
     resumed = train("stopped", 6)

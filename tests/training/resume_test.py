@@ -97,7 +97,7 @@ def test_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
 
 
 def train_rows(workdir):
-    return [row for row in read_metrics(workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+    return [row for row in read_metrics(workdir / "metrics.jsonl") if row["split"] == "train"]
 
 
 @pytest.mark.long
@@ -232,7 +232,7 @@ def test_fewer_steps_than_the_newest_checkpoint_has_are_refused(uninterrupted, t
 
 def rows_after(step, workdir):
     """Return the train rows after `step`, without the fields that differ between any two runs."""
-    rows, _ = read_metrics(workdir / "metrics.jsonl")
+    rows = list(read_metrics(workdir / "metrics.jsonl"))
     kept = ("step", "loss", "grad_norm", "learning_rate", "lambda", "tokens")
     return [{k: row[k] for k in kept} for row in rows if row["split"] == "train" and row["step"] > step]
 

@@ -81,7 +81,7 @@ def test_metrics_continue_without_tensorboard(fault, tmp_path, capsys, monkeypat
     for step in (1, 2):
         writer.write("goodput", step, {"wall_seconds": 1.0})
     writer.close()
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")[0]] == [1, 2]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert re.fullmatch(r"tensorboard: .*; it gets no further numbers.*\n", capsys.readouterr().out)
 
 
@@ -233,7 +233,7 @@ def test_a_signal_to_all_processes_saves_and_the_next_attempt_continues_the_same
     assert name.endswith("-1")
     assert server.steps(name) == list(range(1, STEPS + 1))
     sent = {row["_step"]: row["train/loss"] for row in server.rows[name] if "train/loss" in row}
-    rows = [row for row in read_metrics(workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+    rows = [row for row in read_metrics(workdir / "metrics.jsonl") if row["split"] == "train"]
     assert sent == {row["step"]: row["loss"] for row in rows}
     run = server.runs[name]
     assert (run["displayName"], run["groupName"]) == ("some-runs;,#?", "some-runs;,#?")

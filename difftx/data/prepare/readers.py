@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +344,8 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
         counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
         starts = [0, *itertools.accumulate(counts)]
         first = bisect.bisect_right(starts, position) - 1  # Row group of the first row.
-        rows = _rows_without_a_field(names, total - position)
+        # If the table lacks a field, no row is a document, and the message lists the names.
+        rows: Iterator[dict[str, Any]] = itertools.repeat(dict.fromkeys(names, ""), total - position)
         if set(fields.names) <= set(names):
             # Few rows at a time, because a small file may hold rows of megabytes.
             groups = range(first, table.num_row_groups)
@@ -359,15 +360,10 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
 
 def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     data = load_hugging_face(str(source.files[0]))
-    rows = _rows_without_a_field(data.column_names, len(data) - position)
+    rows = itertools.repeat(dict.fromkeys(data.column_names, ""), len(data) - position)
     if set(fields.names) <= set(data.column_names):
         rows = iter(data.select_columns(fields.names).select(range(position, len(data))))
     yield from read_rows(source, rows, position, len(data), fields)
-
-
-def _rows_without_a_field(names: Iterable[str], count: int) -> Iterator[dict[str, Any]]:
-    """Return the rows of a table that lacks a field. No row is a document, and the message lists the names."""
-    return itertools.repeat(dict.fromkeys(names, ""), count)
 
 
 def read_rows(

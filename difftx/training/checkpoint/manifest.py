@@ -251,8 +251,7 @@ def verified(folder: AnyPath, *, step: int | None = None, run_id: str | None = N
             raise UserError(f"{MANIFEST} is that of step {manifest.step}")
         if None not in (run_id, manifest.run_id) and manifest.run_id != run_id:
             raise UserError(f"another run saved it: its run_id is {manifest.run_id}, not {run_id}")
-        if why := _why_files_invalid(manifest, content=content):
-            raise UserError(why)
+        _check_files(manifest, content=content)
     except OtherFormatError as error:
         raise OtherFormatError(f"{folder}: {error}") from error
     except (FileNotFoundError, NotADirectoryError) as error:  # The file has just been deleted.
@@ -260,14 +259,14 @@ def verified(folder: AnyPath, *, step: int | None = None, run_id: str | None = N
     return manifest
 
 
-def _why_files_invalid(manifest: Manifest, *, content: bool) -> str | None:
+def _check_files(manifest: Manifest, *, content: bool) -> None:
     contents = manifest.contents
     listed = describe_below(contents)
     for name, (size, _, _) in manifest.files.items():
         if name not in listed:
-            return f"{name} is missing"
+            raise UserError(f"{name} is missing")
         if listed[name].size != size:
-            return f"{name} has {listed[name].size} bytes, not {size}"
+            raise UserError(f"{name} has {listed[name].size} bytes, not {size}")
     if content:
 
         def checksum_of(name: str) -> str:
@@ -281,8 +280,7 @@ def _why_files_invalid(manifest: Manifest, *, content: bool) -> str | None:
             checksums = pool.map(checksum_of, manifest.files)
             for (name, (_, algorithm, right)), checksum in zip(manifest.files.items(), checksums, strict=True):
                 if checksum != right:
-                    return f"{name} is corrupt: its {algorithm.upper()} is {checksum}, not {right}"
-    return None
+                    raise UserError(f"{name} is corrupt: its {algorithm.upper()} is {checksum}, not {right}")
 
 
 def _listed(algorithm: str, description: objects.Description) -> str | None:

@@ -40,11 +40,6 @@ class Checkpoint:
         """Identifier of the weights: that of the manifest, and "/ema" for the average."""
         return self.manifest.weights if self.part == "params" else f"{self.manifest.weights}/{self.part}"
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """Signature of the training data, or of only the tokenizer if the checkpoint was imported."""
-        return self.manifest.data
-
 
 def open_checkpoint(manifest: Manifest, run_config: Config, part: WeightsPart = "params") -> Checkpoint:
     """Return a checkpoint, without verifying it. `run_config` is as in `Checkpoint`.
@@ -101,7 +96,7 @@ def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
 
     def opened(config: Config) -> tuple[Config, Tokenizer]:
         tokenizer = load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text)
-        if tokenizer.fingerprint != checkpoint.data.get("tokenizer"):
+        if tokenizer.fingerprint != checkpoint.manifest.data.get("tokenizer"):
             raise UserError(
                 f"{checkpoint.manifest.folder} was trained with another vocabulary than data.tokenizer="
                 f"{config.data.tokenizer!r} has now; put the tokenizer's file back"
@@ -127,7 +122,8 @@ def _at_moved_data[T](checkpoint: Checkpoint, opened: Callable[[Config], T]) -> 
 def data_changes(checkpoint: Checkpoint, signature: dict[str, Any]) -> list[str]:
     """Return a text for each entry of the checkpoint's data signature that `signature` does not have."""
     # The signature of an imported checkpoint has only the tokenizer, because the training data is not known.
-    return signature_changes(checkpoint.data, {name: signature.get(name) for name in checkpoint.data})
+    trained = checkpoint.manifest.data
+    return signature_changes(trained, {name: signature.get(name) for name in trained})
 
 
 def _require_same_data(checkpoint: Checkpoint, data: Sources) -> None:
