@@ -1,8 +1,8 @@
 """Negative log-likelihood (NLL) of the next token and z-loss, with the vocabulary sharded across devices.
 
-Logits are computed for one chunk of tokens at a time, because those of a row of 64K tokens would take 26 GB in float32
-for a vocabulary of 100,288 tokens. When the loss is differentiated, the forward pass also computes the gradient of each
-chunk, so that the logits are neither stored nor computed again in the backward pass.
+Logits are computed for one chunk of tokens at a time: for a row of 64K tokens and a vocabulary of 100,288, all logits
+would take 26 GB in float32. When the loss is differentiated, the forward pass also computes the gradient of each chunk,
+so the backward pass neither needs stored logits nor computes them again.
 """
 # Axes: B = batch, T = tokens, D = model width, V = vocabulary, N = all tokens on one device, C = tokens of a chunk.
 
@@ -19,10 +19,10 @@ from difftx.model.decoder import Decoder
 from difftx.model.layers import soft_cap
 from difftx.parallel.layout import Layout
 
-# Number of logits per chunk and device, about 256 MiB in float32, and 2 GiB on devices with much memory. Each chunk
-# reads and writes the float32 gradient of the table, which takes longer than its products if the chunk has few tokens.
+# Logits per chunk and device: 256 MiB in float32, or 2 GiB on devices with much memory. Each chunk reads and writes the
+# float32 gradient of the table. For chunks with few tokens, this takes longer than the matrix products.
 CHUNK_LOGITS, LARGE_CHUNK_LOGITS = 2**26, 2**29
-CHUNK_MULTIPLE = 256  # Tokens. Products on GPUs and TPUs waste a part of their last tile unless it is full.
+CHUNK_MULTIPLE = 256  # In tokens. If it is not a multiple of the tile size, GPUs and TPUs waste part of the last tile.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Distillation:
 
     weight: float
     temperature: float
-    logit_soft_cap: float | None  # The soft cap of the teacher's logits.
+    logit_soft_cap: float | None  # Soft cap on the teacher's logits.
 
 
 def batch_loss(
     model: Decoder, batch: Batch, z_loss: float = 0.0, watch: bool | jax.Array = False
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Return the sum of NLL and z-loss over the targets in the loss mask, the z-loss in it, and per-layer statistics.
+    """Return the sum of NLL and z-loss over the unmasked targets, the z-loss alone, and statistics per layer.
 
-    All are in nats. The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv
-    2204.02311). `watch` is that of `Decoder.hidden`.
+    Both sums are in nats. The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM,
+    arXiv 2204.02311). `watch` is passed to `Decoder.hidden`.
     """
     x_BTD, stats = _hidden(model, batch, watch)
     inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap
@@ -57,7 +57,7 @@ def batch_distilled_loss(
     temperature: float,
     watch: bool | jax.Array = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], dict[str, jax.Array]]:
-    """Return `distilled_loss` for the targets in the loss mask, and the model's per-layer statistics."""
+    """Return the result of `distilled_loss` for the unmasked targets, and the statistics of the model's layers."""
     with jax.named_scope("teacher"):
         of_teacher = _hidden(teacher, batch)[0], teacher.unembedding()
     x_BTD, stats = _hidden(model, batch, watch)
@@ -77,7 +77,7 @@ def token_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Return -log p(target) in nats, float32 `[B, T]`, and whether no other token is more likely, bool `[B, T]`.
 
-    `x_BTD` is the last hidden state and `table_VD` the unembedding.
+    `x_BTD` is the last hidden state, and `table_VD` is the unembedding.
     """
     nll_BT, _, is_largest_BT = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
     return nll_BT, is_largest_BT
@@ -92,9 +92,9 @@ def weighted_loss(
     logit_soft_cap: float | None,
     z_loss: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of -log p(target) + z_loss · log² Z over all tokens, and that of z_loss · log² Z alone.
+    """Return the weighted sum of -log p(target) + z_loss · log² Z over all tokens, and the weighted z-loss alone.
 
-    Both are float32 scalars. The second sum is constant in the backward pass.
+    Both are float32 scalars. The second one has no gradient.
     """
     nll_BT, log_z_BT, _ = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
     return _sums(nll_BT, log_z_BT, weight_BT, z_loss)
@@ -111,9 +111,9 @@ def distilled_loss(
     z_loss: float,
     distillation: Distillation,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return the weighted sum of the loss of `Distillation` and the z-loss, and those of NLL, z-loss and KL divergence.
+    """Return the weighted sum of distillation loss and z-loss, and the weighted sums of NLL, z-loss and KL.
 
-    `teacher` has the last hidden state and the unembedding of the teacher, whose gradient is zero.
+    `teacher` is the last hidden state and the unembedding of the teacher. Its gradient is zero.
     """
     rest = logit_soft_cap, z_loss, distillation
     return _distilled_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, teacher, *rest)[0]
@@ -173,7 +173,7 @@ def _sums(nll_BT, log_z_BT, weight_BT, z_loss):
 
 
 def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
-    """Return the NLL, log Z, and whether no other token is more likely than the target, `[B, T]` each."""
+    """Return NLL, log Z, and whether no other token is more likely than the target, each `[B, T]`."""
 
     def on_one_device(x_BTD, table_VD, targets_BT):
         table_VD = _whole_rows(table_VD, x_BTD.dtype)
@@ -187,7 +187,7 @@ def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
 
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
-    # check_vma is off here and above, because nothing differentiates through the collectives.
+    # check_vma is off, here and in the forward pass, because nothing differentiates through the collectives.
     call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)
     return call(x_BTD, table_VD, targets_BT)
 
@@ -195,7 +195,7 @@ def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
 def _loss_and_gradients(
     x_BTD, table_VD, targets_BT, weight_BT, *teacher, logit_soft_cap, z_loss, distillation: Distillation | None = None
 ):
-    """Return the NLL and log Z of one device's tokens, and the gradients for its x and its shard of the table.
+    """Return NLL and log Z of one device's tokens, and the gradients of its hidden states and its shard of the table.
 
     With a teacher's hidden state and unembedding, also return the KL divergence, after log Z.
     """
@@ -233,7 +233,7 @@ def _loss_and_gradients(
 
 
 def _divergence(logits_CV, teacher_CD, teacher_VD, distillation: Distillation):
-    """Return KL(teacher ‖ model) of each token, and by how much the model's probabilities exceed the teacher's."""
+    """Return KL(teacher ‖ model) of each token, and the model's probabilities minus the teacher's."""
     teacher_CV = jnp.einsum("CD,VD->CV", teacher_CD, teacher_VD, preferred_element_type=jnp.float32)
 
     def log_softmax(logits_CV):
@@ -247,17 +247,17 @@ def _divergence(logits_CV, teacher_CD, teacher_VD, distillation: Distillation):
 
 
 def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return this device's rows of the table with their full width D, which is sharded along `fsdp`."""
+    """Gather this device's rows of the table at full width D. They are sharded along `fsdp`."""
     return jax.lax.all_gather(table_VD.astype(dtype), "fsdp", axis=1, tiled=True)
 
 
 def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array, logit_soft_cap: float | None):
-    """Return this device's logits, the log-sum-exp over the vocabulary, the targets' logits, and the targets' mask."""
+    """Return this device's logits, the log-sum-exp over the whole vocabulary, the target logits and the target mask."""
     logits_CV = soft_cap(jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32), logit_soft_cap)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
     is_target_CV = first + jnp.arange(table_VD.shape[0])[None] == target_C[:, None]
-    # The target's row may be on another device, so its logit is a sum of zeros and at most one logit. In one reduction
-    # with the maximum, the sum does not read the logits again.
+    # Only one device has the target's row. So sum the masked logits over all devices to get the target's logit. Compute
+    # this sum in the same reduction as the maximum, to read the logits only once.
     largest_C, target_logit_C = jax.lax.reduce(
         (logits_CV, jnp.where(is_target_CV, logits_CV, 0)),
         (jnp.float32(-jnp.inf), jnp.float32(0)),
@@ -270,7 +270,7 @@ def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array, logit_sof
 
 
 def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]:
-    """Split `[B, T, …]` into `[chunks, C, …]`, and pad the last chunk with zeros."""
+    """Split `[B, T, …]` into chunks `[chunks, C, …]`, and pad the last chunk with zeros."""
     N = arrays_BT["target"].size
     limit = LARGE_CHUNK_LOGITS if target.has_large_memory() else CHUNK_LOGITS
     count = -(-N * table_VD.shape[0] // limit)
@@ -288,6 +288,6 @@ def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]
 
 
 def _joined(x_chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Join `[chunks, C, …]` to `shape`, and drop the padding of the last chunk."""
+    """Join chunks `[chunks, C, …]` to `shape`, and drop the padding of the last chunk."""
     x_N = x_chunks.reshape(-1, *x_chunks.shape[2:])
     return x_N[: shape[0] * shape[1]].reshape(shape)
