@@ -1,4 +1,4 @@
-"""Suite `test`: other suites on a test text in place of the validation text (docs/suites.md)."""
+"""Suite `test`: other suites on a test text instead of the validation text (docs/suites.md)."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ FIELD = "eval.test.path"
 def evaluate(evaluation: Evaluation) -> Result:
     """Run `eval.test.suites` on the test text at `eval.test.path`."""
     run = evaluation.run
-    # The suites share a forward pass over the test text.
+    # The suites share one forward pass over the test text.
     on_test = Evaluation(_on_test(run, test_rows(run)), evaluation.params, evaluation.work)
     results = {suite: SUITES[suite].evaluate(on_test) for suite in run.config.eval.test.suites}
 
@@ -35,10 +35,10 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def test_rows(run: Run) -> PackedRows:
-    """Return the rows of the test text, packed as the rows of the training data.
+    """Return the rows of the test text, packed like the training data.
 
-    Raise `UserError` if `eval.test.path` is not a store of the run's vocabulary, or if the store has two splits, of
-    which one might be training data.
+    Raise `UserError` if `eval.test.path` is not a store with the run's vocabulary. Also raise it if the store has two
+    splits, because one might be training data.
     """
     path = run.config.eval.test.path
     if path is None:
@@ -57,14 +57,14 @@ def test_rows(run: Run) -> PackedRows:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text."""
+    """Raise `UserError` if the test text is invalid (`test_rows`), or if a suite cannot evaluate it."""
     on_test = _on_test(run, test_rows(run))
     for suite in run.config.eval.test.suites:
         SUITES[suite].check(on_test)
 
 
 def _on_test(run: Run, rows: PackedRows) -> Run:
-    """Return the run with the test text in place of its validation sets."""
+    """Return the run with the test text instead of its validation sets."""
     return dataclasses.replace(run, data=dataclasses.replace(run.data, valid={"test": rows}))
 
 
