@@ -124,9 +124,7 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
 
 
 def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
-    """Read folders from `pulled`. A run is named like its folder, or by the whole path if two folders have the same
-    name.
-    """
+    """Read folders from `pulled`. A run is named like its folder, or by its path if two folders share a name."""
     names = [PurePosixPath(printable(str(workdir.resolve()))).name for workdir in workdirs]
     paths = [printable(str(workdir)) for workdir in workdirs]
     names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
