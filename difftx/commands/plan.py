@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 def with_slices(config: Config, topology: Topology) -> Config:
     """Return the config for the topology's number of slices.
 
-    Set `mesh.slices` to it. Set `mesh.data` too, unless it is -1 or a multiple of the number.
+    Set `mesh.slices` to this number. Also set `mesh.data`, unless it is -1 or a multiple of this number.
     """
     slices, data = topology.slices, config.mesh.data
     if config.mesh.slices == slices:

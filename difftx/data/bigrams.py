@@ -58,7 +58,7 @@ def count_bigrams(stores: Sequence[TokenStore], advance: Callable[[int], None] =
             stop = min(start + CHUNK_TOKENS, len(store))
             found, times = np.unique(_bigrams_of(store, start, stop), return_counts=True)
             bigrams, counts = np.concatenate([bigrams, found]), np.concatenate([counts, times.astype(np.uint64)])
-            order = np.argsort(bigrams, kind="stable")  # Linear in the length, because both parts are sorted.
+            order = np.argsort(bigrams, kind="stable")  # Takes linear time: both parts are sorted.
             bigrams, counts = bigrams[order], counts[order]
             firsts = np.flatnonzero(np.diff(bigrams, prepend=~bigrams[:1]))
             bigrams, counts = bigrams[firsts], np.add.reduceat(counts, firsts)

@@ -94,7 +94,8 @@ def _require_valid(messages: object) -> None:
 
 
 def _normalised(message: Message) -> dict[str, Any]:
-    # As in transformers. Many templates test whether a key exists, and read the reasoning under one of two keys.
+    # Drop missing values and set both keys, as in transformers: many templates test whether a key exists, and read the
+    # reasoning under one of two keys.
     found = {key: value for key, value in message.items() if value is not None}
     reasoning = [found[name] for name in REASONING if name in found]
     return {"thinking": reasoning[0], **found, "reasoning_content": reasoning[0]} if reasoning else found

@@ -64,7 +64,7 @@ class PackedRows:
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
         self.threads = store.threads
         self._offsets = store.offsets.view(np.int64)  # As int64, because uint64 + int64 is float64 in numpy.
-        # Positions in the store, alternating: tokens count in the loss from the first, not from the second, and so on.
+        # Positions in the store where tokens start to count in the loss, alternating with positions where they stop.
         self._edges = None if store.counted is None else store.counted.ravel().view(np.int64)
         self._index = None if packing == "concat" else best_fit(self._offsets, sequence_length)
 
@@ -105,7 +105,7 @@ class PackedRows:
         lengths = np.diff(np.concatenate([[start], self._offsets[first:last], [stop]]))
         row = empty_row(self.sequence_length, lengths)
         self._fill(row, 0, start, stop, self._offsets[last] != stop)
-        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # These targets begin another document.
+        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # These targets belong to the next document.
         return row
 
     def _fill(self, row: Row, at: int, start: int, stop: int, document_continues: bool) -> None:

@@ -52,7 +52,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
         return TiktokenTokenizer(tiktoken.get_encoding(name))
     except OSError as error:
         if error.errno is not None:
-            raise  # The error is from a file of the cache. Errors of requests have no number.
+            raise  # From a cached file. Errors of `requests` have no errno.
         raise UnreadableError(
             f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it, or use {field}='bytes'"

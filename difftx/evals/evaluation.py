@@ -151,7 +151,7 @@ class Evaluation:
         stop: Sequence[str] = (),
         what: str,
     ) -> Iterator[tuple[T, dict[str, Any]]]:
-        """Complete the requests. Yield each item with `text`, number of `tokens` and `ended_by`, as in `answers`."""
+        """Yield each item with its completion: `text`, number of `tokens`, `ended_by`. Reuse stored answers."""
         rows = self.run.microbatch_rows
 
         def answer(batch: Sequence[T]) -> list[dict[str, Any]]:
@@ -189,7 +189,7 @@ def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
 
 
 def require_plain_logits(run: Run, suite: str) -> None:
-    """Raise `UserError` if the model rounds attention logits, because the suite would measure weights without it."""
+    """Raise `UserError` if the model rounds attention logits, because the suite would not round them."""
     if (bits := run.config.model.attention_logit_bits) is not None:
         raise UserError(
             f"model.attention_logit_bits={bits}: the suite {suite!r} would measure attention weights without this "

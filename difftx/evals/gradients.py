@@ -140,7 +140,7 @@ def _gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
-    """Return a batch's summed loss, its number of unmasked tokens, and the gradient for the blocks' parameters."""
+    """Return a batch's summed loss, its number of unmasked tokens, and the gradient with respect to the blocks."""
 
     def nll(blocks: Any) -> jax.Array:
         return batch_loss(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
@@ -166,7 +166,7 @@ def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
 
 
 def _logit_cosines(evaluation: Evaluation, name: str, config: Config, params: Any) -> np.ndarray:
-    """Return the cosine between the gradients for the logits of A1 and A2, over all heads and token pairs, `[L]`."""
+    """Return the cosine of the gradients of the logits of A1 and A2 per layer, over all heads and token pairs."""
     layout = Layout.of(config.mesh.context_method).for_inference()
     graphdef, limit = graph(config, layout), config.eval.gradients.tokens
     sums_L3 = np.zeros((config.model.num_layers, 3))
@@ -222,8 +222,8 @@ def logit_products(
 ) -> jax.Array:
     """Return |dS1|², |dS2|² and dS1·dS2 of each query, summed over keys, float32 `[B, T, H, 3]`.
 
-    S1 and S2 are the logits of A1 and A2 after the factor 1/√d. `dupdate_BTD` is the gradient of the loss for the
-    residual update. `attention` must be of a class with `subtracts = True`.
+    S1 and S2 are the logits of A1 and A2 after the factor 1/√d. `dupdate_BTD` is the gradient of the loss with respect
+    to the residual update. `attention` must be of a class with `subtracts = True`.
     """
     q, k, v = attention.operands(x_BTD, angles, constants)
     heads_BTHE = attention.combined(attention.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)

@@ -54,7 +54,7 @@ class Format:
     join: str = " "  # Separator between the fields of the question.
     optional: tuple[str, ...] = ()  # Fields of the question that may be missing, null or empty.
     removed_from_solution: str = "(?!)"  # Regular expression for text to remove. (?!) matches nothing.
-    answer_pattern: str = r"(?s)(.*)"  # Its group is the answer within the field `answer`.
+    answer_pattern: str = r"(?s)(.*)"  # Regular expression. Its group is the answer within the field `answer`.
     latex: bool = False  # Whether answers are LaTeX.
 
 

@@ -78,7 +78,7 @@ def seeds_of(run: RunRecord) -> tuple[int, int]:
 def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
     """Return the config fields in which two runs differ, without seeds and fields that do not affect training.
 
-    If the seeds differ, each run may start from another run, because that one may have the same seed.
+    If the seeds differ, also leave out the run that each one started from, because it may have the same seed.
     """
     changes = [change for change in changed_fields(first.config, second.config) if not change.is_neutral]
     has_other_seed = any(change.has(Flag.SEED) for change in changes)

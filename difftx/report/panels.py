@@ -51,7 +51,7 @@ class Panel:
     title: str
     chart: Mapping[str, Any]  # As described in difftx/report/charts.py.
     note: str = ""
-    shown_for: str = ""  # Choices in the page's controls that show the panel: "against-steps axes-log".
+    shown_for: str = ""  # Choices in the page's controls that show the panel, such as "against-steps axes-log".
 
     @property
     def is_informative(self) -> bool:

@@ -30,7 +30,7 @@ class Goodput:
     """
 
     def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
-        """Start in section "init". `began` is the value of `clock`, in seconds, at which it began."""
+        """Start in section "init". `began` is the value of `clock`, in seconds, at the beginning of this section."""
         self._clock, self._began, self._since, self._section = clock, began, began, "init"
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
         self._earlier_wall = 0.0  # Wall time of earlier attempts in seconds.

@@ -107,13 +107,13 @@ class Guard:
             return False
         median = statistics.median(self._losses)
         deviation = MAD_OF_NORMAL * statistics.median(abs(x - median) for x in self._losses)
-        return deviation > 0 and loss - median > threshold * deviation  # If all losses are equal, no threshold exists.
+        return deviation > 0 and loss - median > threshold * deviation  # If the deviation is 0, there is no threshold.
 
 
 def decide(
     guard: Guard, config: Config, checkpointer: Checkpointer, examples: int, attempt: int
 ) -> Rewind | dict[str, Any]:
-    """Decide what follows the bad steps: a rewind, or the end of the run with this row for metrics.jsonl.
+    """Return the rewind that follows the bad steps, or the row for metrics.jsonl if the run must end.
 
     All processes must call this after `guard` has tripped and the last save has ended. `examples` is the number of
     examples that the run had consumed after the last bad step.
@@ -154,5 +154,6 @@ def rewind_target(newest_first: Iterable[int], first_bad: int, earliest: int, *,
     for step in newest_first:
         if step + 1 < first_bad:
             return step
-    # Start over only if there was never a checkpoint from before the bad steps. If there was one, it has been deleted.
+    # Start over only if the run never had a checkpoint from before the bad steps. If it had one that is deleted, there
+    # is no target.
     return 0 if from_zero and first_bad <= earliest + 1 else None

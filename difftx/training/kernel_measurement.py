@@ -29,8 +29,8 @@ from difftx.training.workload import attention_workload
 
 DEADLINE_SECONDS = 60.0  # Time for all kernels.
 KERNEL_SECONDS = 25.0  # Time for one kernel, including its compilation.
-Measured = tuple[dict[str, float], dict[str, str]]  # By kernel: milliseconds, and reasons for rejections.
-Outcomes = dict[str, float | str]  # By kernel: milliseconds, or the reason for its rejection.
+Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds by kernel, and reasons for rejection by kernel.
+Outcomes = dict[str, float | str]  # Milliseconds or the reason for rejection, by kernel.
 
 
 def has_nvidia_gpu() -> bool:

@@ -14,7 +14,7 @@ class LambdaRange:
     """Track the layers with λ outside the range from `LOWEST_LAMBDA` to `HIGHEST_LAMBDA`."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-        """Read the metrics rows of earlier attempts to find the layers that were outside at their end."""
+        """Find the layers that were outside at the end of earlier attempts. `rows` are the metrics of these."""
         self._outside: set[int] = set()
         for row in rows:
             if row["split"] == "train":

@@ -308,7 +308,7 @@ def _sum_of_bits(params: Any) -> jax.Array:
 
 
 def require_equal_replicas(params: Any, when: str, timeout_seconds: float) -> None:
-    """Compare the replicas of the parameters on all devices. Raise `UserError` in every process if any two differ.
+    """Compare the replicas of the parameters between processes. Raise `UserError` in all of them if any differ.
 
     All processes must call this. XLA assumes that replicas are equal, and never compares them.
     """

@@ -247,7 +247,7 @@ def _divergence(logits_CV, teacher_CD, teacher_VD, distillation: Distillation):
 
 
 def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Gather this device's rows of the table at full width D. They are sharded along `fsdp`."""
+    """Gather the full width D of this device's table rows, which is sharded along `fsdp`."""
     return jax.lax.all_gather(table_VD.astype(dtype), "fsdp", axis=1, tiled=True)
 
 

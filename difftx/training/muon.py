@@ -53,7 +53,7 @@ def matrix_axes(config: Config) -> Any:
     """Return the matrix axes of each parameter as a tree, with None for parameters that use AdamW.
 
     All other axes are batch axes. Queries, keys, values and gates have up to three output axes: head, group, and width
-    of a head. `optimizer.muon.split` turns the first of them into batch axes.
+    of a head. `optimizer.muon.split` turns some of them into batch axes.
     """
     batch = {"none": slice(0, 0), "groups": slice(1, -1), "heads": slice(0, -1)}[config.optimizer.muon.split]
 
@@ -70,8 +70,8 @@ def matrix_axes(config: Config) -> Any:
 def orthogonalize(update: jax.Array, axes: MatrixAxes) -> jax.Array:
     """Orthogonalise the matrices of the update `[L, …]`, and scale them to a root mean square of about 1.
 
-    Each device orthogonalises whole matrices of some layers. If devices share a weight, they exchange shards of
-    matrices for whole layers before, and back after. Each device holds as many numbers as before.
+    Each device orthogonalises whole matrices of some layers. Devices that share a weight first exchange matrix shards
+    for whole layers, and exchange them back afterwards. Each device holds as many numbers as before.
     """
     sharding = jax.typeof(update).sharding
     sharded = [(dimension, axis) for dimension, axis in enumerate(sharding.spec) if axis is not None]
@@ -107,7 +107,7 @@ def _orthogonalize_local(update: jax.Array, axes: MatrixAxes) -> jax.Array:
 def newton_schulz(x_MN: jax.Array) -> jax.Array:
     """Return matrices `[…, M, N]` with the singular vectors of `x_MN` and singular values from about 0.7 to 1.2."""
     if x_MN.shape[-2] > x_MN.shape[-1]:
-        return newton_schulz(x_MN.mT).mT  # This way, the products below have the smaller dimension.
+        return newton_schulz(x_MN.mT).mT  # Transpose, so that the products below have the smaller dimension.
     a, b, c = NEWTON_SCHULZ
     x_MN = x_MN / jnp.maximum(jnp.linalg.norm(x_MN, axis=(-2, -1), keepdims=True), 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):

@@ -168,7 +168,7 @@ def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_c
     if allow_config_change or not refused:  # A changed extension may reject the config of the checkpoint.
         allowed = (Flag.BRANCH, Effect.START) if is_branch else ()
         trained = config_of(manifest)
-        examples = step * trained.batch_rows  # More after a rewind, so `Loader.restore` compares again.
+        examples = step * trained.batch_rows  # More after a rewind, which skips some. `Loader.restore` compares again.
         data_changes = signature_changes(*(begun(s, examples) for s in (manifest.data, run.data.signature)))
         refused += _report_changes(trained, run.config, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:

@@ -141,7 +141,7 @@ def _messages(job: Job) -> dict[str, str]:
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
-    """Return a list per file that changes with it: size and modification time, bucket version, or fingerprint."""
+    """Return the state of each file: size and modification time, version (in a bucket), or data set fingerprint."""
     states: dict[str, list[Any]] = {}
     in_folders: dict[BucketPath, list[BucketPath]] = {}
     for source in sources:
@@ -156,7 +156,8 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
                 stat = file.stat()
                 states[str(file)] = [stat.st_size, stat.st_mtime_ns]
     for folder, files in in_folders.items():
-        listed = objects.describe_below(folder) if len(files) > 8 else {}  # Few objects are described one by one.
+        # With few files, single requests are cheaper than a listing.
+        listed = objects.describe_below(folder) if len(files) > 8 else {}
         for file in files:
             if (found := listed.get(file.name) or objects.describe(file)) is None:
                 raise UserError(f"{file}: deleted while it was read; run the same command again")
@@ -191,7 +192,7 @@ def open_job(job: Job, description: dict[str, Any]) -> Iterator[Owner | None]:
                 _resume_or_start(job, description)
                 yield owner
     if is_store(job.out):
-        remove_folder(job.work)  # Not under the lock, because NFS keeps open files.
+        remove_folder(job.work)  # Release the lock first, because NFS keeps open files.
 
 
 def _is_finished(job: Job, description: dict[str, Any]) -> bool:

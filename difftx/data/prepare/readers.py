@@ -137,7 +137,8 @@ class Lines:
 class Texts:
     """Text files. Each is a document, and its path is the document's id."""
 
-    files: tuple[tuple[InputFile, bytes | UserError], ...]  # Path, and content or the read error, of each file.
+    # For each file: path, and content or the error of reading it.
+    files: tuple[tuple[InputFile, bytes | UserError], ...]
     start: int = 0  # First byte of the content in its file. Above 0 only for the held-out end of a single file.
 
     def documents(self, fields: Fields) -> Iterator[Found]:

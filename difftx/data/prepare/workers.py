@@ -41,7 +41,7 @@ class Workers(contextlib.AbstractContextManager):
         what = f"{size / 1e6:,.1f} MB" if most is None else f"{size:,} tokens"
         line = f"{{share:.0%}} of {what}, {{text}}, {{seconds:,.0f}} s left"
         training = {source.index for source in sources if not source.valid}
-        counted = 0  # Tokens of finished training units, in input order.
+        counted = 0  # Number of tokens in finished training units, in input order.
 
         def units() -> Iterator[Unit]:
             nonlocal counted
@@ -55,7 +55,7 @@ class Workers(contextlib.AbstractContextManager):
                         return
 
         def room() -> float:
-            # A unit has at most about `unit_bytes` tokens, so the result of every unit in progress is needed.
+            # A unit has at most about `unit_bytes` tokens, so all units in progress are needed to reach the limit.
             return (limit - counted) / sources[-1].unit_bytes
 
         amount = operator.attrgetter("input_bytes" if most is None else "tokens")

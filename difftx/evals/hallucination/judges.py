@@ -114,7 +114,7 @@ class JudgeModel:
         self._model, self._temperature = settings.judge_model, settings.judge_temperature
         self._concurrency = config.concurrency
         self._base_url = config.base_url.rstrip("/")  # The address is the same with and without a final slash.
-        # Numbers that depend on the judge end in `label`. Tables and charts show `name`.
+        # `label` ends the names of numbers that depend on the judge. Tables and charts show `name`.
         self.label = "judge_" + re.sub(r"[^a-z0-9]+", "_", self._model.lower()).strip("_")
         self.name = f"judge: {self._model}"
         self._endpoint, self._file = ChatEndpoint(config), JsonLines(path)

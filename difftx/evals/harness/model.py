@@ -88,7 +88,7 @@ class HarnessModel(TemplateLM):
         return GenerationRequest(
             prompt=self._truncated(tokens, self._context_length - new_tokens),
             new_tokens=new_tokens,
-            # As in lm-eval's models, the name of the end-of-text token in ordinary text also ends it.
+            # As in lm-eval's models, the name of the end-of-text token in ordinary text also ends the completion.
             stop=tuple(filter(None, handle_stop_sequences(options["until"], eos=self._end_of_text))),
             sampling=Sampling(
                 repetition_penalty=options.get("repetition_penalty"),

@@ -183,13 +183,13 @@ def _source(name: str, settings: HarnessConfig, length: int, tokens_of: Callable
 
 
 def _split(text: str, answers: list[str], prefix: str) -> Prompt:
-    """Split a text before `prefix`, where the answer begins, into prompt and beginning of the answer."""
+    """Split a text at the last `prefix`: the prompt is before it, the beginning of the answer from it on."""
     start = text.rindex(prefix)
     return Prompt(text[:start].strip(), answers, text[start:].strip())
 
 
 def _needles(name: str, settings: HarnessConfig) -> Source:
-    """Return the writer of a task with needles in a haystack of words (of essays) or sentences."""
+    """Return the writer of a task with needles in a haystack of essay words or of sentences."""
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
 
     haystack_type, keys, values, numbers = NEEDLES[name]

@@ -17,7 +17,7 @@ from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 HAYSTACK = "eval.needle.haystack"  # Field with the path of the long text.
-TEXT_TOKENS = 2**20  # Tokens to read from a corpus: at least this many, and four times the longest excerpt.
+TEXT_TOKENS = 2**20  # Tokens to read from a corpus, or four times the longest excerpt if that is more.
 TOLERANCE = 0.05  # To reach a sentence or character boundary, a needle may move by this share of the haystack.
 SENTENCE_END = re.compile(rb"[.!?][\"')\]]*$")
 LINE_END = re.compile(rb"\n[ \t]*$")
@@ -111,8 +111,7 @@ class NeedlePrompt:
 class NeedlePrompts:
     """The prompts of the suite `needle`. The same settings, haystack and tokenizer always give the same prompts.
 
-    Prompts that only differ in depth have the same haystack, cities and numbers, and the same needles that are not
-    queried.
+    Prompts that only differ in depth have the same haystack, cities, numbers and unqueried needles.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class NeedlePrompts:
         needles = max(case.needles for case in self.cases)
         if needles > len(CITIES):
             raise UserError(f"{case_field}: needles={needles}, and there are {len(CITIES)} cities; use fewer")
-        # If an error message fixes the longest prompts, all shorter cases are fixed too.
+        # The message only needs a fix for the longest prompts, because it also fixes shorter ones.
         longest = max(self.cases, key=self._minimum_prompt_tokens)
         prompt_tokens, new_tokens = self._minimum_prompt_tokens(longest), settings.new_tokens
         if self.lengths[0] < prompt_tokens + new_tokens:

@@ -230,7 +230,7 @@ class Checkpointer(Checkpoints):
     def close(self) -> None:
         """Wait for the save in progress, report whether it failed, and end the background thread.
 
-        A failed save does not end the training, so a run with bad steps still rewinds or stops as configured.
+        A single failed save does not end the training, so a run with bad steps still rewinds or stops as configured.
         """
         self.wait()
         self._background.shutdown()

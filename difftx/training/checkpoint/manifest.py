@@ -158,8 +158,8 @@ def describe_files(folder: AnyPath, known: Mapping[str, Any] | None = None) -> d
     """
     described, entries = describe_below(folder), dict(known or {})
     unknown = [name for name in described if name not in entries]
-    # An ETag is the MD5 of the content, unless the store encrypts objects with KMS keys. Find out which with the
-    # smallest object.
+    # An ETag is the MD5 of the content, unless the store encrypts objects with KMS keys. To find out, compute the MD5
+    # of the smallest object.
     with_md5 = [name for name in unknown if _listed("md5", described[name])]
     smallest = min(with_md5, key=lambda name: described[name].size, default=None)
     lists_md5 = smallest is not None and _listed("md5", described[smallest]) == _checksum_of("md5", folder / smallest)
@@ -216,7 +216,7 @@ def _read_manifest(folder: AnyPath) -> Manifest:
 
 
 def note(contents: str) -> bytes:
-    """Return the note that replaces `manifest.json` while a save writes `contents`, or during a removal ("")."""
+    """Return the note that replaces `manifest.json` during a save to the folder `contents`. "" stands for a removal."""
     return json.dumps({UNFINISHED: contents, "id": uuid.uuid4().hex}).encode()
 
 

@@ -28,7 +28,7 @@ from difftx.training.run import Run
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it was when it was opened, and the config with which to use it."""
+    """An opened checkpoint, and the config to use with it."""
 
     manifest: Manifest
     part: WeightsPart  # Weights to read: the parameters, or their average.
@@ -59,7 +59,7 @@ def open_checkpoint(manifest: Manifest, run_config: Config, part: WeightsPart = 
 
 
 def config_for_reader(trained: Config, run_config: Config) -> Config:
-    """Return `trained`, but take the fields that only affect rounding, or nothing, from `run_config`."""
+    """Return `trained`, but take the fields that affect results at most by rounding from `run_config`."""
     raw = values_of(trained)
     for change in changed_fields(trained, run_config):
         *groups, name = change.field.split(".")
@@ -113,7 +113,7 @@ def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
 
 
 def _at_moved_data[T](checkpoint: Checkpoint, opened: Callable[[Config], T]) -> T:
-    """Return `opened(config)`, where `config` has the data locations of the run directory or else of the checkpoint.
+    """Return `opened(config)`. Try the data locations of the run directory first, then those of the checkpoint.
 
     `opened` must raise `UserError` if a location does not have the data of the training.
     """

@@ -23,7 +23,7 @@ def is_comparable(basis: Basis, other: Basis) -> bool:
 
 
 def newest_and_every(config: CheckpointConfig, steps: Sequence[int]) -> set[int]:
-    """Return those of the ascending `steps` that `checkpoint.keep` and `checkpoint.keep_every_steps` keep."""
+    """Return the steps that `checkpoint.keep` and `checkpoint.keep_every_steps` keep. `steps` must be ascending."""
     every = config.keep_every_steps
     return {*steps[-config.keep :], *(step for step in steps if every is not None and step % every == 0)}
 
