@@ -166,7 +166,7 @@ def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
 
 
 def _logit_cosines(evaluation: Evaluation, name: str, config: Config, params: Any) -> np.ndarray:
-    """Return the cosine of the gradients of the logits of A1 and A2 per layer, over all heads and token pairs."""
+    """Return the cosine of dS1 and dS2 (`logit_products`) in each layer, over all heads and token pairs, `[L]`."""
     layout = Layout.of(config.mesh.context_method).for_inference()
     graphdef, limit = graph(config, layout), config.eval.gradients.tokens
     sums_L3 = np.zeros((config.model.num_layers, 3))
