@@ -116,10 +116,10 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
 def _numbers(
     newest: Newest, *, comparable: bool
 ) -> tuple[list[str], dict[str, list[str | Cell]], list[str], list[str]]:
-    """Return a table of the numbers (header and rows), texts about what was measured, and names.
+    """Return the header and the rows of a table of numbers, notes, and the names of numbers with a better direction.
 
-    The table has the number for each arm, the differences from the first arm, and the values of chance. Counts that are
-    equal in all runs are in the texts, not in the table. The names are those of numbers with a better direction.
+    A row has the number for each arm, its differences from the first arm, and its value by chance. Counts that are
+    equal in all runs are in the notes instead of the table.
     """
     arms = list(newest)
     of_arms = [[(seeds_of(run), read_numbers(result)) for run, result in of_arm] for of_arm in newest.values()]
