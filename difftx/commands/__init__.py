@@ -1,6 +1,6 @@
 """Commands of difftx, one module each."""
 
-# Command → description. Each command is a module of this package with a function `main(arguments) -> exit code`.
+# Command → description. Each command is a module in this package with a function `main(arguments) -> exit code`.
 COMMANDS = {
     "train": "train a model, or resume a run",
     "eval": "run evaluation suites on a run, draw curves, or fit scaling laws",

@@ -1,6 +1,7 @@
 """Talk to a trained model: difftx chat --workdir=DIR. The model is loaded and compiled once.
 
-With a chat template, the lines are messages of one conversation. Without one, the model continues each line by itself.
+If the tokenizer has a chat template, the lines are messages of one conversation. Without one, the model continues each
+line by itself.
 """
 
 import argparse
@@ -35,7 +36,7 @@ HELP = """\
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags, then lines until the end of the input. Exit codes: 0 done, 2 bad input, 1 any other error."""
+    """Read the flags, then lines until the input ends. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = Parser("difftx chat", __doc__.splitlines()[0], "mesh")
     parser.add_argument("--workdir", action=PathFlag, required=True, help="directory of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
@@ -68,11 +69,11 @@ class Settings:
     """Settings that lines such as "/seed 7" change."""
 
     sampling: Sampling
-    tokens: Positive[int] = NEW_TOKENS  # Largest number of new tokens.
+    tokens: Positive[int] = NEW_TOKENS  # Maximum number of new tokens.
     seed: Seed = 0  # Seed of the next answer.
 
     def changed(self, name: str, value: str) -> "Settings":
-        """Return the settings after the line "/name value". Raise `UserError` if the value is not valid."""
+        """Return the settings after the line "/name value". Raise `UserError` if the value is invalid."""
         group = self if name in types_of(Settings) else self.sampling
         changed = dataclasses.replace(group, **{name: parse_text(value, types_of(type(group))[name], f"/{name}")})
         return changed if isinstance(changed, Settings) else dataclasses.replace(self, sampling=changed)
@@ -84,7 +85,7 @@ CHANGES = ("temperature", "top_p", "top_k", "repetition_penalty", "tokens", "see
 def converse(
     lm: "LanguageModel", lines: Iterable[str], write: Callable[[str], None], *, system: str | None = None
 ) -> None:
-    """Answer each line, and write the answers piece by piece. A line that is a command changes the settings."""
+    """Answer each line, and write each answer while it is generated. A line that is a command changes the settings."""
     settings = Settings(Sampling(repetition_penalty=None, temperature=0.8, top_k=None, top_p=None))
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = [*start]
@@ -113,7 +114,7 @@ def converse(
 def _answer(
     lm: "LanguageModel", messages: "list[Message]", line: str, settings: Settings, write: Callable[[str], None]
 ) -> "list[Message]":
-    """Write the model's answer to a line. Return the conversation with both."""
+    """Write the model's answer to a line. Return the conversation, with line and answer added."""
     from difftx.inference.generate import Request, check, generate
 
     asked = [*messages, {"role": "user", "content": line}]
@@ -136,12 +137,12 @@ def _answer(
         generate(lm, [request], settings.sampling, on_text=show)
     answer = "".join(pieces)
     write("" if answer.endswith("\n") else "\n")
-    # The text after the end of the message, such as a line break of the template, is not part of it.
+    # Text after the end of the message, such as a line break in the template, is not part of the answer.
     return [*asked, {"role": "assistant", "content": answer.rstrip()}]
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of the standard input, with a mark in front of each if it is a terminal."""
+    """Yield the lines of standard input. If it is a terminal, show a prompt before each line."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

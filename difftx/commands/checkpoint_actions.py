@@ -20,7 +20,7 @@ from difftx.training.checkpoint.retention import steps_to_keep
 from difftx.training.resume import changed_fields
 from difftx.training.run import read_config
 
-PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The reasons for failures fit.
+PLAIN_WIDTH = 160  # Width in characters of a table in a file or pipe, enough for the reasons for failures.
 
 
 def list_checkpoints(folder: AnyPath) -> None:
@@ -38,7 +38,7 @@ def list_checkpoints(folder: AnyPath) -> None:
 
 
 def verify(folder: AnyPath) -> None:
-    """Compare the checksums of all checkpoints, print the results, and raise an error if one does not verify."""
+    """Compare the checksums of all checkpoints and print the results. Raise an error if a checkpoint is invalid."""
     steps, corrupt, unreadable = manifest.steps_in(folder), [], []
     for step in steps:
         began = time.perf_counter()
@@ -55,7 +55,7 @@ def verify(folder: AnyPath) -> None:
 
 
 def diff(a: AnyPath, b: AnyPath, values: bool) -> None:
-    """Print the differences of two checkpoints in config, names, shapes and dtypes, and optionally in `values`."""
+    """Print how two checkpoints differ in config, names, shapes and dtypes, and optionally in `values`."""
     for folder in (a, b):
         if why := manifest.why_invalid(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
@@ -80,11 +80,11 @@ def diff(a: AnyPath, b: AnyPath, values: bool) -> None:
 
 
 def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
-    """Print, and with `yes` delete, the quarantined checkpoints and the verified ones that need not be kept.
+    """Print quarantined checkpoints, and valid ones that need not be kept. With `yes`, delete them.
 
-    The newest `keep` verified checkpoints are kept, or those that the run's config keeps if `keep` is None. Checkpoints
-    that do not verify or cannot be read are kept. If no checkpoint verifies, none is deleted. With `yes`, raise
-    `UserError` while training uses the directory.
+    Keep the newest `keep` valid checkpoints, or if `keep` is None, those that the run's config keeps. Keep checkpoints
+    that are invalid or cannot be read. If no checkpoint is valid, delete none. With `yes`, raise `UserError` while
+    training uses the directory.
     """
     config, folder = read_config(workdir), workdir / "checkpoints"
     takeover = config.multihost.lock_takeover_seconds
@@ -111,7 +111,7 @@ def prune(workdir: AnyPath, keep: int | None, yes: bool) -> None:
 
 
 def _problem(folder: AnyPath, *, content: bool) -> str | UnreadableError | None:
-    """Return None if a checkpoint verifies, an error if it cannot be read, else the reason why it does not verify."""
+    """Return None if a checkpoint is valid, the error if it cannot be read, or the reason why it is invalid."""
     try:
         return manifest.why_invalid(folder, step=int(folder.name), content=content)
     except UnreadableError as error:
@@ -119,7 +119,7 @@ def _problem(folder: AnyPath, *, content: bool) -> str | UnreadableError | None:
 
 
 def find(folder: AnyPath, name: str) -> AnyPath:
-    """Return the folder of the checkpoint whose step or path is `name`."""
+    """Return the folder of the checkpoint with the step or path `name`."""
     steps = manifest.steps_in(folder)
     if name.isdecimal() and int(name) in steps:
         return folder / str(int(name))
@@ -131,12 +131,12 @@ def find(folder: AnyPath, name: str) -> AnyPath:
 
 
 def _name(path: AnyPath) -> str:
-    """Return the name of a checkpoint for a table. That of a quarantined one includes the step."""
+    """Return the name of a checkpoint for a table. For a quarantined one, this includes the step."""
     return f"{path.parent.name}/{path.name}" if manifest.QUARANTINED.fullmatch(path.name) else path.name
 
 
 def _size(path: AnyPath) -> str:
-    """Return the size of a checkpoint's files, as its manifest lists them."""
+    """Return the total size of the files in a checkpoint's manifest."""
     path = path if manifest.QUARANTINED.fullmatch(path.name) else path / manifest.MANIFEST
     try:
         size = sum(file["bytes"] for file in read_json(path)["files"].values())

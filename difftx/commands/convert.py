@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from difftx.training.checkpoint.reading import Checkpoint
 
 OURS = "difftx"
-FORMATS = (OURS, "hf", "official")  # "hf" reads DiffLlama too.
-# Files to download of a model, as `save_pretrained` of transformers names them.
+FORMATS = (OURS, "hf", "official")  # "hf" also reads DiffLlama.
+# Files to download, as named by `save_pretrained` in transformers.
 MODEL_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors"]
 MODEL_FILES += ["model.safetensors.index.json", *FILES]
-SOURCE = "source.json"  # File of a run that was made from a model of the hub.
+SOURCE = "source.json"  # File of a run that was made from a model on the Hub.
 PEFT = "peft"  # The adapters of a run, for the package peft.
 METHODS = {"zero-branch": "zero_branch", "dex": "dex", "split": "diff"}  # Value of --differential → architecture.
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         overrides = {"model.head_norm": head_norm} | overrides | {"model.architecture": METHODS[options.differential]}
     config = _checked(options, overrides)
 
-    # Imported after the flags are checked, because the import is slow.
+    # Imported after the flags are checked, because the imports are slow.
     from difftx.inference.load import read_checkpoint
     from difftx.interop import runs
     from difftx.run_files import pulled
@@ -123,13 +123,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _is_on_hub(options: argparse.Namespace) -> bool:
-    """Return whether --input is the name of a model of the hub, and not a folder here."""
+    """Return whether --input names a model on the Hub, and not a local folder."""
     name = re.fullmatch(r"[\w.-]+/[\w.-]+(@.+)?", str(options.input))
     return options.source == "hf" and name is not None and not options.input.is_dir()
 
 
 def _download(name: str) -> tuple[Path, dict[str, Any]]:
-    """Download config, tokenizer and weights of a model of the hub. Return the folder, and a record of its origin."""
+    """Download config, tokenizer and weights of a model on the Hub. Return the folder, and a record of its origin."""
     repository, _, revision = name.partition("@")
     where = f"--input={name} is no folder here"
     try:
@@ -142,7 +142,7 @@ def _download(name: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _require_equal(folder: Path, checkpoint: "Checkpoint") -> None:
-    """Read an exported folder as an import does, and raise `RunError` if a value is not that of the checkpoint."""
+    """Read an exported folder like an import. Raise `RunError` if any value differs from the checkpoint."""
     from difftx.interop.parameters import import_params
     from difftx.interop.safetensors import read_folder
     from difftx.training.checkpoint.weights import ParamsReader
@@ -155,7 +155,7 @@ def _require_equal(folder: Path, checkpoint: "Checkpoint") -> None:
 
 
 def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Config | None:
-    """Check the flags. Return the config of the new run for an import, or None if `--input` is a run."""
+    """Check the flags. For an import, return the config of the new run. If `--input` is a run, return None."""
     _check_formats(options)
     is_folder = list_folder(options.input) if is_bucket(options.input) else options.input.is_dir()
     if not is_folder and not _is_on_hub(options):
@@ -186,7 +186,7 @@ def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Confi
 
 
 def _check_formats(options: argparse.Namespace) -> None:
-    """Raise `UserError` if the formats do not fit to each other or to --differential."""
+    """Raise `UserError` if the formats do not fit together, or do not fit --differential."""
     method, both = options.differential, f"--from={options.source} --to={options.target}"
     if method is not None and options.target != OURS:
         raise UserError(f"--differential={method} makes a run; it requires --to={OURS}")

@@ -1,4 +1,4 @@
-"""Estimated cost of a config: parameters, FLOPs, memory. `difftx train` prints it, with --dry_run without training."""
+"""Estimate the cost of a config: parameters, FLOPs and memory. `difftx train` prints it; --dry_run then stops."""
 
 import dataclasses
 import math
@@ -50,20 +50,20 @@ def format_cost(config: Config) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of memory that a training needs per device, and the devices of this process."""
+    """Memory that a training needs per device, in bytes, and the devices of this process."""
 
-    state: float  # Train state and gradients, counted.
+    state: float  # Exact size of train state and gradients.
     activations: float  # Estimated.
     devices: Sequence[jax.Device]
 
     @property
     def holds_state(self) -> bool:
-        """Whether the memory suffices for the part of the need that is counted."""
+        """Whether the train state and the gradients fit into the device memory."""
         sharers, available, _ = self._memory()
         return self.state * sharers <= available
 
     def warning(self) -> str | None:
-        """Return a text with the need, the available memory and a fix if the estimate exceeds the memory."""
+        """Return None if the estimate fits into memory, else a text with the need, the available memory and a fix."""
         sharers, available, owner = self._memory()
         if (needed := (self.state + self.activations) * sharers) <= available:
             return None
@@ -73,7 +73,7 @@ class Memory:
         return f"about {format_bytes(needed)} exceed the {format_bytes(available)} of {owner}; {fix}"
 
     def _memory(self) -> tuple[int, float, str]:
-        """Return the number of devices that share a memory, its size and its owner. CPU devices share the host's."""
+        """Return how many devices share a memory, its size, and its owner. CPU devices share the host's memory."""
         if self.devices[0].platform == "cpu":
             return len(self.devices), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
         return 1, (self.devices[0].memory_stats() or {}).get("bytes_limit", math.inf), "the device"
@@ -87,7 +87,7 @@ def memory_of(config: Config, mesh: jax.sharding.Mesh) -> Memory:
 
 
 def format_data(run: Run) -> str:
-    """Return lines with the numbers of tokens, the tokenizer, and notes on up-sampling and packing."""
+    """Describe the data: numbers of tokens, tokenizer, and notes on up-sampling and packing."""
     epochs = run.data.epochs(run.config.train.steps * run.config.batch_rows)
     train = ", ".join(f"{rows.tokens:,} {name} ({epochs[name]:.2f} epochs)" for name, rows in run.data.train.items())
     valid = ", ".join(f"{rows.tokens:,} {name}" for name, rows in run.data.valid.items())

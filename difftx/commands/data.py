@@ -20,7 +20,7 @@ from difftx.files import list_folder, open_file, require_local_paths, require_wr
 from difftx.progress import Work
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
-DOCUMENT_STYLES = ("cyan", "yellow")  # Alternating, so that neighbouring documents differ.
+DOCUMENT_STYLES = ("cyan", "yellow")  # Alternate, so that neighbouring documents differ.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,7 +73,7 @@ def verify(folder: AnyPath) -> None:
 
 
 def show_row(folder: AnyPath, options: argparse.Namespace) -> None:
-    """Print the text of a row, with a title above each document and documents in alternating colours."""
+    """Print the text of a row, with a title above each document, and documents in alternating colours."""
     split, row, sequence_length = options.split, options.row, options.sequence_length
     store = open_store(folder, split)
     meta = read_meta(folder)
@@ -100,7 +100,7 @@ def show_row(folder: AnyPath, options: argparse.Namespace) -> None:
 
 
 def count_bigrams(folders: Sequence[AnyPath], out: Path, min_count: int) -> None:
-    """Count the bigrams in the training documents of all given stores, and write one file of counts."""
+    """Count the bigrams in the training documents of all stores, and write the counts to one file."""
     stores = [open_store(folder, "train") for folder in folders]
     tokenizers = [read_meta(folder)["tokenizer"] for folder in folders]
     first = tokenizers[0]

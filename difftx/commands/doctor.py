@@ -22,7 +22,7 @@ from difftx.storage.paths import path_of
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the page, or one JSON object with --json. Exit codes: 0 a run can start, 1 it cannot, 2 bad input."""
+    """Print the findings as a page, or as JSON with --json. Exit codes: 0 a run can start, 1 it cannot, 2 bad input."""
     parser = Parser("difftx doctor", __doc__.splitlines()[0], "config")
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="also check this config, and estimate its speed")
     parser.add_argument("--workdir", default=".", help="folder of the run, or gs://… or s3://…; default: %(default)s")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     config = None if options.config is None else fit(with_vocabulary(config_of(options.config, overrides)))
     out = protected(os.fdopen(os.dup(sys.stdout.fileno()), "w", closefd=False))
     if options.json:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries such as Gloo print to standard output.
 
     from difftx.commands import examination
 

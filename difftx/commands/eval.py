@@ -10,7 +10,7 @@ from difftx.parallel import multihost
 
 
 def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
-    """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
+    """Read the flags, then evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = Parser(prog, __doc__, "eval", "mesh", "model.attention_implementation")
     parser.add_argument("--workdir", action=PathFlag, help="directory of the run")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")

@@ -39,7 +39,7 @@ from difftx.training.fit import fit
 from difftx.training.run import Run, agree_on_command, read_config, recorded_rankings
 
 TRUST = "--trust_run_config"
-# Tasks of lm-eval that only read data files from the Hugging Face hub. Other tasks may execute code.
+# lm-eval tasks that only read data files from the Hugging Face Hub. Other tasks may execute code.
 PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 
 
@@ -95,7 +95,7 @@ def run_suites(
 
 
 def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
-    """Return the available steps that the flag `--step` selects, or raise `UserError` if it selects none.
+    """Return the available steps that the flag `--step` selects. Raise `UserError` if it selects none.
 
     The flag is "all", "N", "A:B" (steps from A to B, both included) or "A:B:K" (A, A + K, A + 2 K, … up to B).
     """
@@ -113,7 +113,7 @@ def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass
 class _Evaluator:
-    """Evaluates steps of a run, each with its checkpoint's config. Steps with equal configs and data share `run`."""
+    """Evaluate steps of a run, each with its checkpoint's config. Steps with equal configs and data share `run`."""
 
     checkpoints: Checkpoints
     config: Config
@@ -124,10 +124,10 @@ class _Evaluator:
     devices: Sequence[jax.Device] | None
     show: Callable[..., None] | None
     run: Run | None = None
-    run_config: Config | None = None  # Config of the checkpoint that `run` was opened with.
+    run_config: Config | None = None  # Config of the checkpoint with which `run` was opened.
 
     def load(self, manifest: Manifest) -> Callable[[Work], dict[int, dict[str, Mapping[str, Number]]]]:
-        """Load a checkpoint. Return a function that runs the suites without a result, and returns those of all."""
+        """Load a checkpoint. Return a function that runs the suites without a result, and returns all results."""
         step, suites, part, run = manifest.step, self.suites, self.part, self.run
         checkpoint = open_checkpoint(manifest, self.config, part)
         if run is None or self.run_config != checkpoint.config or data_changes(checkpoint, run.data.signature):
@@ -173,14 +173,15 @@ def confirm_outward(
 ) -> None:
     """Raise `UserError` if a suite would contact an address, send a secret or execute code without confirmation.
 
-    The config `file` may come from another person. The value of such a field is accepted only from the command line
-    (`overrides`), or with --trust_run_config, which prints it (`trusted`; None: the command has no such flag).
-    The data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses are fixed.
+    The config `file` may come from another person. So such a field is accepted only from the command line
+    (`overrides`), or with --trust_run_config, which prints its value. `trusted` is that flag, or None if the command
+    does not have it. The data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses
+    are fixed.
     """
     fields, settings, judge = [], config.eval, config.eval.judge  # Field, value and effect.
     names = {name for suite in suites for name in evals.with_inner(config, suite)}
     if "hallucination" in names and settings.hallucination.judge_model is not None:
-        # A user who names a judge model on the command line, but no endpoint, expects the default endpoint.
+        # If the command line names a judge model but no endpoint, the user expects the default endpoint.
         if judge.base_url != JudgeConfig.base_url or "eval.hallucination.judge_model" not in overrides:
             fields.append(("eval.judge.base_url", judge.base_url, "send documents and answers to that address"))
         if judge.key_variable is not None and judge.key_variable != JudgeConfig.key_variable:
@@ -223,11 +224,11 @@ def show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bo
 
 
 def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
-    """Return the numbers of a result as a table with their units, and with the values of guessing if there are any."""
+    """Format a result's numbers as a table with units, and with the values of guessing if there are any."""
     numbers = read_numbers(result)
     has_chance = any(number.chance is not None for number in numbers.values())
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    table.add_column("number", overflow="fold")  # Long names are wrapped, because they differ at their ends.
+    table.add_column("number", overflow="fold")  # Wrap long names, because they differ at their ends.
     table.add_column("value", justify="right", no_wrap=True)
     if has_chance:
         table.add_column("by guessing", justify="right", no_wrap=True)
@@ -266,5 +267,5 @@ def fit_scaling(options: argparse.Namespace) -> None:
 
 
 def _console() -> rich.console.Console:
-    """Return a console as wide as the terminal, or 120 characters wide for a file or a pipe."""
+    """Return a console as wide as the terminal, or 120 characters wide for a file or pipe."""
     return rich.console.Console(width=None if sys.stdout.isatty() else 120)

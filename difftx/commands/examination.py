@@ -41,10 +41,10 @@ from difftx.training.run import Run, fit_to_devices
 from difftx.training.state import state_bytes
 from difftx.training.workload import attention_kernel, attention_workload, kernel_function
 
-WIDTH = 100  # Columns of the page.
-EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
-DEFAULT = {"cpu": "quickstart:diff", "accelerator": "diff_3b:diff"}  # Recipes whose kernels are measured.
-FORMATS: dict[str, Callable[[Any], str]] = {  # Name of a finding in `Findings` → its text on the page.
+WIDTH = 100  # Width of the page in characters.
+EFFICIENCY = 0.5  # Assumed speed of training, as a share of the speed of matrix products.
+DEFAULT = {"cpu": "quickstart:diff", "accelerator": "diff_3b:diff"}  # Recipes to measure kernels with.
+FORMATS: dict[str, Callable[[Any], str]] = {  # Name of a finding in `Findings` → format on the page.
     "matmul_flops": lambda rate: f"{rate / 1e12:,.3f} TFLOP/s",
     "memory_bandwidth": lambda rate: f"{rate / 1e9:,.2f} GB/s",
     "memory_bytes": format_bytes,
@@ -69,23 +69,23 @@ class Findings:
     kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     storage: dict[str, Any] = dataclasses.field(default_factory=dict)
     config: dict[str, Any] | None = None
-    problems: list[str] = dataclasses.field(default_factory=list)  # Why training cannot start.
-    advice: list[str] = dataclasses.field(default_factory=list)  # What to change, the most important first.
+    problems: list[str] = dataclasses.field(default_factory=list)  # Reasons why training cannot start.
+    advice: list[str] = dataclasses.field(default_factory=list)  # What to change, most important first.
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
-        """Turn an error that difftx can explain into a problem."""
+        """Record an error of the block as a problem, if difftx can explain it."""
         try:
             yield
         except Exception as error:
             if (explanation := explained(error)) is None:
                 raise
-            if str(explanation) not in self.problems:  # Two checks may find the same.
+            if str(explanation) not in self.problems:  # Two checks may find the same problem.
                 self.problems.append(str(explanation))
 
 
 def examine(options: argparse.Namespace, config: Config | None) -> Findings:
-    """Examine this machine, and the others of the job, for a config or for a default one."""
+    """Examine this machine, and all other machines of the job, for a config or for a default one."""
     gpus, share, findings = kernel_measurement.gpu_identity(), take_gpu_memory(), Findings()
     findings.software = {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
     multihost.join(options, (config or load_config(DEFAULT["cpu"], {})).multihost)
@@ -127,7 +127,7 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
                 kernels.use(ranking)
         with findings.part():
             _examine_config(options, config, findings)
-    # All processes must call this. Each problem and advice of the processes is shown once.
+    # All processes must call this. A problem or advice that several processes have is shown once.
     lists = [findings.problems, findings.advice]
     everywhere = multihost.exchange("findings", lambda: lists, shown.multihost.barrier_timeout_seconds)
     findings.problems, findings.advice = (
@@ -141,7 +141,7 @@ def _rankings(config: Config) -> dict[str, tuple[Config, Ranking]]:
     by_function = {}
     for one in pair(config).values() if config.model.architecture in COMPARED else [config]:
         function = kernel_function(one)
-        if function != "weighted_attention":  # It has one kernel.
+        if function != "weighted_attention":  # This function only has one kernel.
             by_function[function] = one, Ranking(function, {}, *kernel_measurement.measured(one))
     return by_function
 
@@ -161,7 +161,7 @@ def _kernels(rankings: Mapping[str, tuple[Config, Ranking]], matmul_flops: float
 
 
 def _storage(workdir: AnyPath) -> dict[str, Any]:
-    """Return the speeds of a folder or bucket that can be written, and the free space of a folder."""
+    """Return the speeds of a writable folder or bucket, and for a folder also its free space."""
     if is_bucket(workdir):
         return {"folder": str(workdir), **health.bucket_speeds(workdir)}
     folder = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.exists())
@@ -181,7 +181,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
     if (free := findings.storage.get("free_bytes")) is not None:
         c = fitted.checkpoint
         kept = newest_and_every(c, range(c.every_steps, fitted.train.steps + 1, c.every_steps))
-        # A run has the most checkpoints while it writes another one.
+        # A run has the most checkpoints while it writes a new one.
         most = len(kept) + 1 + (c.keep_best is not None) + (c.every_minutes is not None)
         missing = most - len(steps_in(options.workdir / "checkpoints"))
         if missing * size > free:
@@ -193,7 +193,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
     check_run(run)
     flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
     speed = EFFICIENCY * findings.devices["matmul_flops"] * jax.device_count() / flops
-    # Each process writes its shards at the speed that it has measured next to the others.
+    # Each process writes its own shards. It has measured its speed while the other processes wrote too.
     save_seconds = size / jax.process_count() / findings.storage["write"] if findings.storage else 0
     findings.config = {
         "config": options.config,
@@ -220,7 +220,7 @@ def _examine_config(options: argparse.Namespace, config: Config, findings: Findi
 
 
 def show(findings: Findings) -> None:
-    """Print the findings as a page of `WIDTH` columns."""
+    """Print the findings as a page of width `WIDTH`."""
     console = rich.console.Console(width=WIDTH, highlight=False, markup=False)
 
     def table(title: str, rows: Iterable[Sequence[str]], *headers: str) -> None:

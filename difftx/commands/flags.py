@@ -1,7 +1,7 @@
 """Command-line overrides of config fields, in the syntax of ml_collections.config_flags.
 
 Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`,
-`--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`. In each, "config." may be left out.
+`--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`. "config." may be left out.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from difftx.storage.paths import AnyPath, is_bucket, path_of
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command, whose errors name the flag or the config field that is meant.
+    """The parser of a command. Its errors name the flag or the config field that the user meant.
 
-    `fields` are the config fields, and groups of them, that the command's overrides may change; "config" is all.
+    `fields` are the config fields and groups that the command's overrides may change. "config" means all.
     """
 
     def __init__(self, prog: str | None = None, description: str | None = None, *fields: str, **options: Any):
@@ -40,14 +40,14 @@ class Parser(argparse.ArgumentParser):
             self.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-        """Add `--extension`, load the extensions of a command line, and return its flags and config overrides."""
+        """Add `--extension`, load the extensions on a command line, and return its flags and config overrides."""
         add_extension_flag(self)
         options, rest = self.parse_known_args(arguments)
-        prepare_process(options)  # Extensions may add fields that overrides set.
+        prepare_process(options)  # Do this first, because extensions may add fields.
         return options, self.overrides(rest)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the flags and the overrides. Raise `UserError` for other words if the command has no overrides."""
+        """Return the flags and the overrides. If the command has no overrides, raise `UserError` for other words."""
         options, rest = super().parse_known_args(args, namespace)
         if rest and not self.fields:
             raise self._unknown(rest[0])
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
     def overrides(self, arguments: Sequence[str]) -> dict[str, str]:
-        """Return overrides of config fields, such as `--config.mesh.tensor=4` as `{"mesh.tensor": "4"}`."""
+        """Return overrides of config fields: `--config.mesh.tensor=4` becomes `{"mesh.tensor": "4"}`."""
         overrides: dict[str, str] = {}
         remaining = list(arguments)
         while remaining:
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         return overrides
 
     def _override(self, argument: str) -> re.Match[str] | None:
-        """Return the parts (config., field, group) of an override, or None for another argument."""
+        """Return the parts (config., field, group) of an override, or None if the argument is not an override."""
         found = re.fullmatch(r"--(config\.)?((\w+)(?:\.[\w.-]+)?)", argument.partition("=")[0])
         is_field = found and found[3] in types_of(Config) and ("." in found[2] or self._changes(found[3]))
         return found if found and (found[1] or is_field) else None
@@ -116,13 +116,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag `--config`, the `spec` of `load_config`."""
+    """Add the flag `--config`. Its value is the `spec` of `load_config`."""
     text = f"recipe ({', '.join(recipe_names())}, or a file), such as quickstart:diff; or the config.json of a run"
     parser.add_argument("--config", required=True, metavar="NAME[:ARG]|FILE.py[:ARG]|FILE.json", help=text)
 
 
 def config_of(spec: str, overrides: Mapping[str, Any]) -> Config:
-    """Return the config of `--config`, which evaluation may use. See `confirm_outward` about a config in JSON."""
+    """Load the config that `--config` names. If it is JSON, risky fields need confirmation (`confirm_outward`)."""
     config = load_config(spec, overrides)
     if is_json(spec):
         from difftx.commands.evaluate import confirm_outward  # Imported here because the import is slow.
@@ -132,13 +132,13 @@ def config_of(spec: str, overrides: Mapping[str, Any]) -> Config:
 
 
 def add_extension_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag `--extension`, whose files `prepare_process` loads."""
+    """Add the flag `--extension`. `prepare_process` loads its files."""
     text = "run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md"
     parser.add_argument("--extension", action="append", type=Path, default=[], metavar="FILE.py", help=text)
 
 
 class CheckedFlag(argparse.Action):
-    """The action of a flag whose value is `read(flag, text)`. A `type` would hide the messages of `read`."""
+    """A flag's action that stores `read(flag, text)`. With a `type`, argparse would hide the messages of `read`."""
 
     def __init__(self, *arguments: Any, read: Callable[[str, str], Any], **options: Any):
         super().__init__(*arguments, **options)
@@ -151,26 +151,26 @@ class CheckedFlag(argparse.Action):
         setattr(namespace, self.dest, self._read(flag or self.dest, value))
 
 
-# The action of a flag for a local path or one in a bucket.
+# The action of a flag for a path, local or in a bucket.
 PathFlag: Any = functools.partial(CheckedFlag, read=path_of)
 
 
 def value_flag(annotation: Any) -> Any:
-    """Return the action of a flag whose value has the type and rules of a config field, such as `Positive[float]`."""
+    """Return the action of a flag with the type and rules of a config field, such as `Positive[float]`."""
     return functools.partial(CheckedFlag, read=lambda flag, text: parse_text(text, annotation, flag))
 
 
-CountFlag: Any = value_flag(Positive[int])  # The action of a flag for a positive integer.
+CountFlag: Any = value_flag(Positive[int])  # For a positive integer.
 
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag `--weights`, a `WeightsPart`."""
+    """Add the flag `--weights`. Its value is a `WeightsPart`."""
     text = "weights of the checkpoint: the parameters, or their average (train.ema_decay); default: params"
     parser.add_argument("--weights", choices=("params", "ema"), default="params", help=text)
 
 
 def prepare_process(options: argparse.Namespace) -> None:
-    """Check the paths of a command line, load its extensions, and set the options of JAX."""
+    """Check the paths on a command line, load its extensions, and set JAX options."""
     require_local_paths(options)
     compilation_cache.enable()
     load_extensions(options.extension)
@@ -179,20 +179,20 @@ def prepare_process(options: argparse.Namespace) -> None:
 
 
 def require_file_path(flag: str, path: AnyPath) -> None:
-    """Raise an error unless a file can be written to the path that a flag gives."""
+    """Raise an error if no file can be written to the path in a flag."""
     if not is_bucket(path) and not path.parent.is_dir():
         raise UserError(f"{flag}={path}: there is no folder {path.parent}")
     require_writable_file(path)
 
 
 def run_folders(flag: str) -> list[AnyPath]:
-    """Return the runs that a `--workdir` of the report names: runs, folders of runs such as a sweep's, and globs.
+    """Return the runs named by the `--workdir` of a report: runs, folders of runs such as a sweep's, and globs.
 
-    Raise `UserError` if a part of the flag names no run.
+    Raise `UserError` if a part of the flag matches no run.
     """
     folders: list[AnyPath] = []
-    names = [flag] if os.path.isdir(flag) else flag.split(",")  # The name of a folder may have a comma.
-    parts = [(name, path_of("--workdir", name)) for name in names]  # Check all before files are read.
+    names = [flag] if os.path.isdir(flag) else flag.split(",")  # A folder's name may contain a comma.
+    parts = [(name, path_of("--workdir", name)) for name in names]  # Check all names before reading files.
     for name, folder in parts:
         patterns = name, f"{glob.escape(name.rstrip('/'))}/*"
         found = (matching_folders("--workdir", pattern, "config.json") for pattern in patterns)

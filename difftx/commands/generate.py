@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from difftx.inference.decode import LanguageModel
     from difftx.inference.generate import Request
 
-NEW_TOKENS = 256  # Default of --new_tokens if the context has room for so many.
+NEW_TOKENS = 256  # Default of --new_tokens, if the context has enough room.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     _check(options)
     records = _read_prompts(options)
 
-    # Imported after the flags are checked, because the import is slow.
+    # Imported after the flags are checked, because the imports are slow.
     from difftx.inference.load import load
     from difftx.training.checkpoint.checkpointer import Checkpoints
 
@@ -85,7 +85,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
-    """Return the prompt or the prompts of the file, each with the seed of its completion."""
+    """Return the prompt, or the prompts in the file, each with the seed of its completion."""
     if options.prompt is not None:
         return [(Record("--prompt", {"prompt": options.prompt}), options.seed)]
     prompts = []
@@ -117,7 +117,7 @@ def _request(lm: "LanguageModel", record: Record, seed: int, new_tokens: int | N
 
 
 def _stream(lm: "LanguageModel", prompt: str, request: "Request", sampling: Sampling, stop: list[str]) -> None:
-    """Print a prompt, then its completion piece by piece."""
+    """Print a prompt, then its completion while it is generated."""
     from difftx.inference.generate import generate
 
     def show(index: int, text: str) -> None:
@@ -137,10 +137,10 @@ def _complete_file(
     sampling: Sampling,
     options: argparse.Namespace,
 ) -> None:
-    """Complete all prompts. Write the completions to --out or stdout, in the order of the prompts."""
+    """Complete all prompts. Write the completions to --out or standard output, in the order of the prompts."""
     from difftx.inference.generate import REQUESTS_PER_ROW, generate
 
-    # Put prompts of similar lengths into a batch, because the longest one determines the size of its cache.
+    # Batch prompts of similar length, because the longest one determines the size of the cache.
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     done: dict[int, dict[str, Any]] = {}
     with Work(enabled=multihost.is_primary()) as work, work.task("prompts", len(requests)) as advance:

@@ -24,7 +24,7 @@ from difftx.launch.topology import GIB, GPU_MEMORY_SHARE, GPUS, Topology, find_d
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the cost of the config or, with --search, the meshes and remat policies that fit."""
+    """Print the cost of the config. With --search, print the meshes and remat policies that fit."""
     parser = Parser("difftx plan", __doc__.splitlines()[0], "config")
     add_config_flag(parser)
     topologies = "such as v5p:4x4x4, v5e:16x16*2 (two slices), v6e:8x8, h200:8 or cpu:8"
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     usable = chip.hbm_bytes * (GPU_MEMORY_SHARE if topology.kind in GPUS else 1)
     chip = dataclasses.replace(chip, hbm_bytes=usable if args.hbm_gib is None else args.hbm_gib * GIB)
 
-    # Imported after the flags are checked, because the import is slow.
+    # Imported after the flags are checked, because the imports are slow.
     from rich.console import Console
 
     from difftx.launch import estimate, search
@@ -87,7 +87,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def with_slices(config: Config, topology: Topology) -> Config:
-    """Set `mesh.slices` to the topology's number of slices, and `mesh.data` too unless it is -1 or a multiple of it."""
+    """Return the config for the topology's number of slices.
+
+    Set `mesh.slices` to this number. Also set `mesh.data`, unless it is -1 or a multiple of this number.
+    """
     slices, data = topology.slices, config.mesh.data
     if config.mesh.slices == slices:
         return config

@@ -1,7 +1,7 @@
 """The command `difftx prepare --input=… --tokenizer=… --out=DIR`, which makes a token store from text.
 
-It tokenises the input in parts (units), then assembles them into the shards of a store. If it is stopped or killed,
-the same command resumes from the finished files. The bytes of the store depend only on the input and the options.
+It tokenises the input in parts (units), then assembles these into the shards of a store. If it is stopped or killed,
+the same command resumes from the finished files. The bytes of the store only depend on the input and the options.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from difftx.storage.paths import path_of
 
 def main(arguments: Sequence[str]) -> int:
     """Parse and check the flags, then run `prepare`."""
-    processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Available CPUs; all CPUs before Python 3.13.
+    processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Available CPUs; before Python 3.13, all CPUs.
     parser = Parser("difftx prepare", "Tokenise text into a store.")
     paths = "file, folder or glob, also in a bucket, gs://… or s3://…"
     on_hub = "hf://datasets/ORG/NAME@REVISION/GLOB, which is streamed, or hf:NAME[:SPLIT[:CONFIG]]"
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise `UserError` for values that no store can have, before anything is read or written."""
+    """Raise `UserError` for invalid values, before anything is read or written."""
     if options.max_tokens is not None and options.max_tokens % 1:
         raise UserError(f"--max_tokens={options.max_tokens}: must be a whole number, such as 100000 or 2e9")
     if options.messages_field is not None and options.prompt_field is not None:
@@ -78,7 +78,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def prepare(job: Job) -> int:
-    """Prepare a store and print a summary of it. Return the exit code: 0, or 75 after a signal."""
+    """Prepare a store and print a summary. Return the exit code: 0, or 75 after a signal."""
     sources = _sources(job)
     states = input_states(sources)
     sources = with_states(sources, states)

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")
     parser.epilog = "--config.path.to.field=value changes a field of every run"
     args, overrides = parser.parse(arguments)
-    if args.launcher is None or scheme_of("--out", args.out) is None:  # Else only the jobs need access to the bucket.
+    if args.launcher is None or scheme_of("--out", args.out) is None:  # With a launcher, only the jobs use a bucket.
         require_writable(path_of("--out", args.out))
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides, args.extension)

@@ -1,7 +1,7 @@
 """The command `difftx tokenizer train --input=… --vocab_size=… --out=DIR`: byte-level BPE from your own text.
 
-The folder has a tokenizer.json and a tokenizer_config.json, for `data.tokenizer` and for transformers. The pattern that
-splits text before the merges is that of cl100k_base.
+It writes a tokenizer.json and a tokenizer_config.json, for `data.tokenizer` and for transformers. Before the merges,
+text is split with the pattern of cl100k_base.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from difftx.files import is_taken, make_folder, new_folder, require_writable, wr
 from difftx.progress import Work
 
 SMALLEST = 257  # Every byte and <|endoftext|>.
-SAMPLE_BYTES = 4 * 2**20  # About this much text is encoded to measure bytes per token.
+SAMPLE_BYTES = 4 * 2**20  # Encode about this much text to measure bytes per token.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,7 +54,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def train_tokenizer(options: argparse.Namespace) -> None:
-    """Train on the input, write the files, and print how many bytes of text a token stands for."""
+    """Train on the input, write the files, and print the mean number of bytes per token."""
     library = import_extra("tokenizers", EXTRA)
     special = [END_OF_TEXT, *options.special_token]
     shell = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}

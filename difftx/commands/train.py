@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
     began = time.perf_counter()
-    # Imported here, so that the time of the imports counts.
+    # Imported here, so that the start-up time includes the imports.
     from difftx import compilation_cache, console
     from difftx.commands.flags import Parser, PathFlag, add_config_flag, config_of
     from difftx.files import require_writable
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
 
 
 def checked(config: "Config") -> "Config":
-    """Return the config. Raise `UserError` if its groups do not fit each other, or a suite or a module is missing."""
+    """Return the config. Raise `UserError` if its groups contradict each other, or a suite or module is missing."""
     check_extras(config)
     from difftx.training.fit import fit  # The import is slow.
 
@@ -62,12 +62,12 @@ def train(
     allow_config_change: bool = False,
     dry_run: bool = False,
 ) -> int:
-    """Join the other processes, check the data and the devices, train, and return the exit code.
+    """Join the other processes, check the data and the devices, and train. Return the exit code.
 
-    `flags` has those of `multihost.add_flags`. All flags must be the same in all processes. With `dry_run`, nothing is
-    trained, and `workdir` may be None. `began` is the result of `time.perf_counter()` at the start of the process.
+    `flags` has those of `multihost.add_flags`. All flags must be the same in all processes. With `dry_run`, do not
+    train; `workdir` may then be None. `began` is the value of `time.perf_counter()` at the start of the process.
     """
-    # Imported after the flags are checked, because the import is slow.
+    # Imported after the flags are checked, because the imports are slow.
     from difftx.commands.cost import format_cost, format_data
     from difftx.data.tokenizers import with_vocabulary
     from difftx.evals import run as evals
@@ -99,11 +99,11 @@ def train(
 
 
 def check_extras(config: "Config") -> None:
-    """Raise `UserError` if a suite or tracker of the config does not exist, or if its package is missing."""
+    """Raise `UserError` if a suite or tracker in the config does not exist, or if its package is missing."""
     from difftx.evals import check_suites
 
     check_suites(config.eval.suites)
-    from difftx.training.trackers import check_trackers  # Slow, and not needed to refuse a suite.
+    from difftx.training.trackers import check_trackers  # This import is slow, and not needed if a suite is invalid.
 
     check_trackers(config.logging.trackers, installed_only=True)
 
@@ -125,9 +125,9 @@ def check_run(run: "Run") -> None:
 
 
 def trace(run: "Run") -> None:
-    """Execute the Python code of the model on shapes, as training does and, for an extension, inference too.
+    """Trace the model's Python code on abstract arrays, as in training. For an extension, also trace inference.
 
-    Name the line of an error.
+    Errors name the line of code.
     """
     from difftx.inference.decode import trace_inference
     from difftx.launch.estimate import trace_step
@@ -137,5 +137,5 @@ def trace(run: "Run") -> None:
     name = run.config.model.architecture
     with one_line_errors(ARCHITECTURES[name]):
         trace_step(run.config, run.mesh)
-        if ARCHITECTURES.extension_of(name):  # Tests call those of difftx.
+        if ARCHITECTURES.extension_of(name):  # Tests cover inference with difftx's own architectures.
             trace_inference(run.config, run.mesh, run.tokenizer)

@@ -1,9 +1,11 @@
 """Exact counts of token bigrams within documents.
 
-The counts are merged in memory, one chunk of tokens after another. This takes about 50 bytes per distinct bigram, and
-1.5 GB for a chunk. `write_bigrams` writes a line of JSON (the header), all bigrams in ascending order, and their
-counts. Both arrays are little-endian uint64, so that they can be memory-mapped. The header has their SHA-256 and its
-own, so it identifies the whole file.
+Counts are merged in memory, one chunk of tokens after another. This takes about 50 bytes per distinct bigram, plus 1.5
+GB for a chunk.
+
+`write_bigrams` writes a JSON line (the header), all bigrams in ascending order, and their counts. Both arrays are
+little-endian uint64, so they can be memory-mapped. The header has the SHA-256 of both arrays and of itself, so it
+identifies the whole file.
 """
 
 import dataclasses
@@ -28,15 +30,15 @@ CHUNK_TOKENS = 2**25
 
 @dataclasses.dataclass(frozen=True)
 class BigramCounts:
-    """The number of occurrences of each bigram that occurs at least `min_count` times."""
+    """The counts of all bigrams that occur at least `min_count` times."""
 
-    bigrams: np.ndarray  # The bigrams in ascending order, encoded by `as_bigrams` as uint64.
+    bigrams: np.ndarray  # Encoded by `as_bigrams`, ascending, uint64.
     counts: np.ndarray  # Number of occurrences of each bigram, uint64.
     min_count: int
-    description: dict[str, Any]  # JSON object that says which text was counted.
+    description: dict[str, Any]  # JSON object that describes the counted text.
 
     def of(self, bigrams: np.ndarray) -> np.ndarray:
-        """Return the count of each given bigram, or 0 if there is no count for it."""
+        """Return the count of each given bigram, or 0 if the bigram is not listed."""
         if not len(self.bigrams):
             return np.zeros(len(bigrams), np.uint64)
         indices = np.minimum(np.searchsorted(self.bigrams, bigrams), len(self.bigrams) - 1)
@@ -49,14 +51,14 @@ def as_bigrams(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def count_bigrams(stores: Sequence[TokenStore], advance: Callable[[int], None] = lambda tokens: None) -> BigramCounts:
-    """Count the bigrams of all stores together. `advance` is called with the number of tokens after each chunk."""
+    """Count the bigrams of all stores together. After each chunk, call `advance` with its number of tokens."""
     bigrams, counts = np.zeros((2, 0), np.uint64)
     for store in stores:
         for start in range(0, len(store), CHUNK_TOKENS):
             stop = min(start + CHUNK_TOKENS, len(store))
             found, times = np.unique(_bigrams_of(store, start, stop), return_counts=True)
             bigrams, counts = np.concatenate([bigrams, found]), np.concatenate([counts, times.astype(np.uint64)])
-            order = np.argsort(bigrams, kind="stable")  # Linear in the length, because both parts are sorted.
+            order = np.argsort(bigrams, kind="stable")  # Takes linear time: both parts are sorted.
             bigrams, counts = bigrams[order], counts[order]
             firsts = np.flatnonzero(np.diff(bigrams, prepend=~bigrams[:1]))
             bigrams, counts = bigrams[firsts], np.add.reduceat(counts, firsts)
@@ -70,7 +72,7 @@ def write_bigrams(
 ) -> dict[str, Any]:
     """Count the bigrams of all stores together, write the counts to a file atomically, and return the file's header.
 
-    Bigrams that occur less than `min_count` times are left out. The entries of `description` are added to the header.
+    Leave out bigrams that occur less than `min_count` times. Add the entries of `description` to the header.
     """
     tokens = sum(map(len, stores))
     with work.task("counting", tokens) as advance:
@@ -88,13 +90,13 @@ def write_bigrams(
     }
     with new_file(path) as file:
         line = json.dumps(with_sha256(header)).encode()
-        file.write(line + b" " * (-(len(line) + 1) % 64) + b"\n")  # Aligns the arrays that follow to 64 bytes.
+        file.write(line + b" " * (-(len(line) + 1) % 64) + b"\n")  # Align the arrays that follow to 64 bytes.
         file.writelines(array.data for array in arrays)
     return header
 
 
 def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCounts:
-    """Memory-map a file of `write_bigrams`. Error messages name it as the value of the config field `field`."""
+    """Memory-map a file that `write_bigrams` wrote. Errors name it as the value of the config field `field`."""
     where = f"{field}={str(path)!r}"
     try:
         with open_file(path) as file:
@@ -119,19 +121,19 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
 
 
 def _bigrams_of(store: TokenStore, start: int, stop: int) -> np.ndarray:
-    """Return the bigrams that begin at tokens `start` to `stop - 1`, without those that span two documents."""
+    """Return the bigrams that begin at tokens `start` to `stop - 1`, except those that span two documents."""
     tokens = store.slice(start, min(stop + 1, len(store)))
     bigrams = as_bigrams(tokens[:-1], tokens[1:])
     offsets = store.offsets.view(np.int64)
     first, last = np.searchsorted(offsets, [start + 1, start + len(tokens)])
     inside = np.ones(len(bigrams), bool)
-    inside[offsets[first:last] - start - 1] = False  # The second token of these bigrams is the first of a document.
+    inside[offsets[first:last] - start - 1] = False  # The second token begins a document.
     return bigrams[inside]
 
 
-@functools.lru_cache(maxsize=1)  # Training and suite `quantize` read the file many times, and it may be large.
+@functools.lru_cache(maxsize=1)  # Training and the suite `quantize` open the file many times, and it may be large.
 def _sha256_of_arrays(path: Path, offset: int, size: int, mtime_ns: int) -> list[str]:
-    """Return the SHA-256 of both arrays. The last two arguments tell versions of the file apart."""
+    """Return the SHA-256 of each array. `size` and `mtime_ns` are cache keys that change with the file."""
     return [hashlib.sha256(array).hexdigest() for array in np.split(_mapped(path, offset), 2)]
 
 

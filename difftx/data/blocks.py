@@ -1,12 +1,12 @@
-"""Files of tokens in buckets, read by ranges through a cache on the local disk that all processes of a host share.
+"""Read token files in buckets by byte ranges, through a local disk cache that all processes of a host share.
 
-A file of tokens consists of blocks of `BLOCK_BYTES`; the last one may be shorter. `NNNNN.blocks` of a store has the
-XXH3-64 of each block of `NNNNN.tokens`, so that every block can be verified by itself.
+A token file consists of blocks of `BLOCK_BYTES` (the last one may be shorter). In a store, `NNNNN.blocks` has the
+XXH3-64 of each block of `NNNNN.tokens`, so each block can be verified by itself.
 
-The cache is one sparse file of S slots. Block b of an object that begins at slot s lies in slot (s + b) mod S. A slot
-may hold anything: a reader compares it with the hash of the block that it expects, and reads the block from the bucket
-if they differ. Therefore, several writers, killed processes and faulty disks do no harm, no lock is needed, and the
-file cannot become larger than its limit. The block that was in the slot before is lost.
+The cache is one sparse file with S slots. If an object begins at slot s, its block b is stored in slot (s + b) mod S,
+and overwrites the previous content. A slot may therefore contain anything: a reader compares it with the hash of the
+expected block, and if they differ, reads the block from the bucket. So concurrent writers, killed processes and faulty
+disks do no harm, no lock is needed, and the file cannot exceed its limit.
 """
 
 import functools
@@ -25,12 +25,12 @@ from difftx.storage import objects
 from difftx.storage.paths import BucketPath
 
 BLOCK_BYTES = 2**14
-REQUEST_BLOCKS = 512  # Most blocks of one request.
+REQUEST_BLOCKS = 512  # Maximum number of blocks per request.
 CACHE_FILE = "blocks"
 
 
 class BlockHasher:
-    """Computes the hashes of the blocks of a file whose content is given part by part."""
+    """Compute the hash of each block of a file. Pass the content to `update`, in parts of any size."""
 
     def __init__(self):
         self._rest = b""
@@ -46,15 +46,15 @@ class BlockHasher:
 
 
 def block_count(size: int) -> int:
-    """Return the number of blocks of a file of `size` bytes."""
+    """Return the number of blocks in a file of `size` bytes."""
     return -(-size // BLOCK_BYTES)
 
 
 class BlockCache:
-    """The file of blocks in a folder. Any number of threads and processes may use it."""
+    """The cache file in a folder. Any number of threads and processes may use it."""
 
     def __init__(self, folder: Path, limit_bytes: int):
-        """Create the file, and shorten it to the limit. Raise `UserError` if that is not possible."""
+        """Create the cache file, or shrink it to the limit. Raise `UserError` if this fails."""
         self._file, self._slots = folder.expanduser() / CACHE_FILE, limit_bytes // BLOCK_BYTES
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +67,14 @@ class BlockCache:
             ) from error
 
     def read(self, slot: int) -> bytes:
-        """Return the content of slot `slot` mod S, which may be anything, and shorter than a block."""
+        """Return the content of slot `slot` mod S. It may be anything, and shorter than a block."""
         try:
             return os.pread(self._descriptor, BLOCK_BYTES, slot % self._slots * BLOCK_BYTES)
-        except OSError:  # A faulty disk.
+        except OSError:  # The disk is faulty.
             return b""
 
     def write(self, slot: int, block: bytes) -> None:
-        """Write a block to slot `slot` mod S. If the disk is full, print one line, and leave the slot as it is."""
+        """Write a block to slot `slot` mod S. If the write fails (disk full), print one line."""
         try:
             os.pwrite(self._descriptor, block, slot % self._slots * BLOCK_BYTES)
         except OSError as error:
@@ -82,14 +82,14 @@ class BlockCache:
 
 
 class CachedObject:
-    """An object of a known size and of blocks with known hashes, read through a cache."""
+    """An object in a bucket, read through a cache. Its size and the hashes of its blocks are known."""
 
     def __init__(self, path: BucketPath, size: int, hashes: np.ndarray, *, cache: BlockCache, slot: int):
-        """Take the hash of each block, uint64, and the slot of the first block."""
+        """`hashes` has the hash of each block, uint64. `slot` is the slot of the first block."""
         self._path, self._size, self._hashes, self._cache, self._slot = path, size, hashes, cache, slot
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes `start` … `stop - 1`. Raise `UserError` if the object does not have the blocks of the hashes."""
+        """Return bytes `start` to `stop - 1`. Raise `UserError` if a block does not have its hash."""
         first = start // BLOCK_BYTES
         blocks = {block: self._cached(block) for block in range(first, block_count(stop))}
         pauses = iter((0.0, *objects.REREAD_SECONDS))
@@ -108,23 +108,23 @@ class CachedObject:
         return self._cache.read(self._slot + block)[: self._size - block * BLOCK_BYTES]  # The last block is shorter.
 
     def _fetched(self, blocks: list[int]) -> Iterator[tuple[int, bytes]]:
-        """Read blocks, which may be wrong, from the bucket into the cache. Yield the number and content of each."""
+        """Read blocks from the bucket into the cache. Yield the number and content of each, without verifying it."""
         runs = list(_runs(blocks))
         ranges = [(run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, self._size)) for run in runs]
         for run, found in zip(runs, objects.read_ranges(self._path, ranges), strict=True):
-            # The content may be shorter than its range.
+            # The object may be shorter than expected.
             for block, content in zip(run, _split(found.content if found else b""), strict=False):
                 self._cache.write(self._slot + block, content)
                 yield block, content
 
 
 def _split(content: bytes) -> list[bytes]:
-    """Return the blocks of a content."""
+    """Split `content` into blocks."""
     return [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
 
 
 def _runs(blocks: list[int]) -> Iterator[list[int]]:
-    """Split ascending numbers into runs of successive ones, of at most `REQUEST_BLOCKS`."""
+    """Split ascending numbers into runs of consecutive ones, each at most `REQUEST_BLOCKS` long."""
     for _, run in itertools.groupby(enumerate(blocks), lambda pair: pair[1] - pair[0]):
         for part in itertools.batched((block for _, block in run), REQUEST_BLOCKS):
             yield list(part)

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja templates that write a conversation as text, rendered as transformers renders them."""
+"""Chat templates: Jinja templates that turn a conversation into text. They are rendered as in transformers."""
 
 import datetime
 import functools
@@ -15,31 +15,31 @@ import jinja2.sandbox
 
 from difftx.errors import UserError
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # Names of a message's reasoning; the first one counts.
+REASONING = ("reasoning_content", "thinking", "reasoning")  # Keys of a message's reasoning. The first one found counts.
 ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 
-type Message = Mapping[str, Any]  # Has "role" and mostly "content".
-type Date = datetime.datetime | None  # What `strftime_now` of a template writes. None: the present date.
+type Message = Mapping[str, Any]  # Has "role", and usually "content".
+type Date = datetime.datetime | None  # The date that a template's `strftime_now` writes. None: today.
 
 
 class ChatTemplate:
-    """A template of a tokenizer. `special_tokens` are its variables bos_token, eos_token, …"""
+    """A tokenizer's chat template. `special_tokens` are its variables bos_token, eos_token, …."""
 
     def __init__(self, text: str, special_tokens: Mapping[str, str], name: str):
-        """Compile the template. Raise `UserError` with the tokenizer's `name` if it is not valid."""
+        """Compile the template. Raise `UserError` with the tokenizer's `name` if it is invalid."""
         self.text, self._special_tokens, self._name = text, dict(special_tokens), name
         try:
             self._template = _environment().from_string(text)
-        except Exception as error:  # Jinja also computes constants, so errors have many types.
+        except Exception as error:  # Jinja evaluates constants while compiling, so any type of error may occur.
             raise UserError(f"{name}: the chat template is not valid ({error})") from error
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the template's text, which the `meta.json` of a store of conversations records."""
+        """SHA-256 of the template's text, recorded in `meta.json` of a store of conversations."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, date: Date = None) -> str:
-        """Return the text of a conversation, optionally with the beginning of the assistant's next message."""
+        """Return the text of a conversation, and optionally the start of the assistant's next message."""
         _require_valid(messages)
         try:
             return self._template.render(
@@ -50,13 +50,13 @@ class ChatTemplate:
                 strftime_now=(date or datetime.datetime.now()).strftime,
                 **self._special_tokens,
             )
-        except Exception as error:  # A template can raise errors of many types, such as TypeError.
+        except Exception as error:  # A template may raise errors of many types, such as TypeError.
             raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
 
     def turns(self, messages: Sequence[Message], date: Date = None) -> list[tuple[str, str]]:
-        """Return each message of the assistant as a pair: the text before it, as in generation, and its own text.
+        """Return a pair for each assistant message: the text before it, as a prompt in generation, and its own text.
 
-        A first message of the assistant is no target, because a model is never prompted without a message.
+        Skip an assistant message at the start, because a model is never prompted without a message.
         """
         _require_valid(messages)
         found = []
@@ -76,9 +76,9 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block {% generation %} … {% endgeneration %}, by which transformers finds the assistant's tokens."""
+    """The block {% generation %} … {% endgeneration %}, which marks the assistant's tokens for transformers."""
 
-    tags = {"generation"}  # noqa: RUF012  # Jinja declares the attribute so.
+    tags = {"generation"}  # noqa: RUF012  # Jinja declares this attribute without ClassVar.
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -94,7 +94,8 @@ def _require_valid(messages: object) -> None:
 
 
 def _normalised(message: Message) -> dict[str, Any]:
-    # As in transformers: many templates test whether a key exists, and read the reasoning under one of two names.
+    # Drop missing values and set both keys, as in transformers: many templates test whether a key exists, and read the
+    # reasoning under one of two keys.
     found = {key: value for key, value in message.items() if value is not None}
     reasoning = [found[name] for name in REASONING if name in found]
     return {"thinking": reasoning[0], **found, "reasoning_content": reasoning[0]} if reasoning else found
@@ -102,16 +103,16 @@ def _normalised(message: Message) -> dict[str, Any]:
 
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the sandbox in which transformers renders, with the same functions, except those of random results."""
+    """Return the sandbox that transformers uses, with the same functions, except those with random results."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # Jinja's own filter escapes HTML characters.
+        # Jinja's own filter would escape HTML characters.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    # The output is the text of a prompt, not HTML, so nothing is escaped.
+    # The output is a prompt, not HTML, so escape nothing.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(  # nosec B701
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

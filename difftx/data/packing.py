@@ -1,5 +1,5 @@
-"""Rows of T tokens, made from a store by splitting it every T tokens or by packing whole documents into rows."""
-#   T = tokens per row
+"""Make rows of T tokens from a store: split it every T tokens, or pack whole documents into rows."""
+# T = tokens per row
 
 import dataclasses
 from typing import Protocol
@@ -8,15 +8,15 @@ import numpy as np
 
 from difftx.data.store import TokenStore
 
-BEST_FIT_VERSION = 1  # Increase it when the result of `best_fit` changes, so that no run resumes with other rows.
-GROUP_DOCUMENTS = 2**17  # Number of documents packed at once. Larger groups use more memory and mix distant documents.
+BEST_FIT_VERSION = 1  # Increase it when `best_fit` changes its result, so that no run resumes with different rows.
+GROUP_DOCUMENTS = 2**17  # Documents packed together. Larger groups use more memory and mix distant documents.
 
-# A row is a dictionary of arrays of T elements. "tokens" and "targets" are int32, and a target is the next token.
-# "loss_mask" is float32: 1 where a target counts in the loss, else 0. With data.document_mask, a row also has int32
-# arrays "segment_ids" (1, 2, … for the segments, 0 for padding) and "positions" (position of the token in its segment).
-# A segment is the part of a document that lies in the row.
+# A row is a dictionary of arrays with T elements. "tokens" and "targets" are int32, and a target is the next token.
+# "loss_mask" is float32: 1 if a target counts in the loss, else 0. With data.document_mask, a row also has the int32
+# arrays "segment_ids" (1, 2, … for segments, 0 for padding) and "positions" (position of a token in its segment). A
+# segment is the part of one document in this row.
 Row = dict[str, np.ndarray]
-Rows = dict[str, np.ndarray]  # Several rows, stacked: arrays [rows, T].
+Rows = dict[str, np.ndarray]  # Stacked rows: arrays [rows, T].
 
 
 class RowSource(Protocol):
@@ -25,21 +25,21 @@ class RowSource(Protocol):
     name: str  # Origin of the rows, for messages.
     sequence_length: int  # Number of tokens per row (T).
     tokens: int  # Number of tokens per epoch, without padding.
-    threads: int  # Number of threads that should read rows at a time.
-    fingerprint: str  # Text that changes if the data change. It does not cover the packing settings.
+    threads: int  # Recommended number of threads for reading rows.
+    fingerprint: str  # Changes when the data changes, but not when packing settings change.
 
     def __len__(self) -> int: ...  # Number of rows per epoch.
 
     def __getitem__(self, index: int) -> Row: ...
 
-    def row_tokens(self, index: int) -> int: ...  # Number of tokens in a row, which padding follows.
+    def row_tokens(self, index: int) -> int: ...  # Number of tokens before the padding.
 
 
 @dataclasses.dataclass(frozen=True)
 class PackIndex:
-    """Parts of documents (segments) in each row. Row i consists of the segments `first[i]` to `first[i + 1] - 1`."""
+    """The segments in each row. Row i has the segments `first[i]` to `first[i + 1] - 1`."""
 
-    first: np.ndarray  # Index of each row's first segment, then the number of segments, int64 `[rows + 1]`.
+    first: np.ndarray  # Index of each row's first segment; then the number of segments. int64 `[rows + 1]`.
     starts: np.ndarray  # Position of each segment's first token in the store, int64 `[segments]`.
     lengths: np.ndarray  # Number of tokens in each segment, int64 `[segments]`.
 
@@ -50,19 +50,21 @@ class PackIndex:
 class PackedRows:
     """Rows of a token store, with random access.
 
-    The packing "concat" splits the concatenated documents every T tokens. An incomplete last row is padded if
-    `document_mask` is set, else left out. The packing "best_fit" keeps documents of at most T tokens whole. A target
-    counts in the loss if it belongs to the same document as the token before it. With "concat" and without
+    With packing "concat", the concatenated documents are split every T tokens. If `document_mask` is set, the last row
+    is padded, and if not, an incomplete last row is dropped. With packing "best_fit", documents of at most T tokens
+    stay whole.
+
+    A target counts in the loss if it is in the same document as the token before it. With "concat" and without
     `document_mask`, the first token of a document counts too. Prompt tokens never count.
     """
 
     def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool):
-        """Assign the tokens to rows. The packing "best_fit" takes half a second per billion tokens."""
+        """Assign the tokens to rows. With packing "best_fit", this takes half a second per billion tokens."""
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
         self.threads = store.threads
-        self._offsets = store.offsets.view(np.int64)  # As int64, because a sum of uint64 and int64 is a float.
-        # Positions in the store at which tokens begin to count in the loss, and at which they end to, in turn.
+        self._offsets = store.offsets.view(np.int64)  # As int64, because uint64 + int64 is float64 in numpy.
+        # Positions in the store where tokens start to count in the loss, alternating with positions where they stop.
         self._edges = None if store.counted is None else store.counted.ravel().view(np.int64)
         self._index = None if packing == "concat" else best_fit(self._offsets, sequence_length)
 
@@ -71,7 +73,7 @@ class PackedRows:
             return len(self._index)
         if self._document_mask:
             return -(-len(self.store) // self.sequence_length)
-        return (len(self.store) - 1) // self.sequence_length  # The last row needs one more token, as its last target.
+        return (len(self.store) - 1) // self.sequence_length  # The last row needs one more token as its last target.
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
@@ -103,12 +105,12 @@ class PackedRows:
         lengths = np.diff(np.concatenate([[start], self._offsets[first:last], [stop]]))
         row = empty_row(self.sequence_length, lengths)
         self._fill(row, 0, start, stop, self._offsets[last] != stop)
-        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # These targets begin another document.
+        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # These targets belong to the next document.
         return row
 
     def _fill(self, row: Row, at: int, start: int, stop: int, document_continues: bool) -> None:
-        """Copy tokens `start` to `stop - 1` of the store, with their targets and loss mask, to index `at` of a row."""
-        # The last token has a target only if its document continues after it.
+        """Copy tokens `start` to `stop - 1` of the store, with targets and loss mask, into a row from index `at`."""
+        # If the document ends here, the last token has no target.
         tokens = self.store.slice(start, stop + document_continues)
         row["tokens"][at : at + stop - start] = tokens[: stop - start]
         row["targets"][at : at + len(tokens) - 1] = tokens[1:]
@@ -122,7 +124,7 @@ class PackedRows:
 
 
 def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:
-    """Return a row of zeros. If `segment_lengths` is given, set ids and positions for segments of these lengths."""
+    """Return a row of zeros. If `segment_lengths` is given, set segment ids and positions."""
     row = {
         "tokens": np.zeros(row_tokens, np.int32),
         "targets": np.zeros(row_tokens, np.int32),
@@ -140,9 +142,9 @@ def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
     """Pack documents into rows by best-fit decreasing, in groups of `GROUP_DOCUMENTS` (arXiv 2404.10830).
 
-    `offsets` has the start of each document and the end of the last one, int64 `[documents + 1]`. A document longer
-    than a row is first split into full rows and a remainder. Rows, and the segments of each row, keep the order of the
-    documents, so that the first rows are not biased towards long documents.
+    `offsets` has the start of each document and the end of the last one, int64 `[documents + 1]`. First split each
+    document longer than a row into full rows and a remainder. Rows, and the segments in each row, keep the order of the
+    documents, so the first rows are not biased towards long documents.
     """
     counts, starts, lengths = [np.zeros(1, np.int64)], [], []
     for group in range(0, len(offsets) - 1, GROUP_DOCUMENTS):
@@ -162,14 +164,14 @@ def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
 
 
 def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Assign items to bins of capacity `room` by best-fit decreasing, and return the bin of each item.
+    """Assign items to bins of capacity `room` by best-fit decreasing. Return each item's bin.
 
-    Items are packed longest first, each into the fullest bin that still has space for it. Items of equal length are
-    packed together into all bins with equal space, so the number of steps depends on the number of distinct lengths.
+    Take the items from longest to shortest, and put each into the fullest bin with enough space. Items of equal length
+    are assigned together to bins with equal space, so the number of steps depends on the number of distinct lengths.
     """
     bins, count = np.empty(len(lengths), np.int64), 0
-    open_bins: dict[int, list[np.ndarray]] = {}  # Bins with space left, keyed by their remaining capacity.
-    rooms = 0  # Bit r is set if a bin has remaining capacity r. The lowest set bit ≥ `length` is the best fit.
+    open_bins: dict[int, list[np.ndarray]] = {}  # Bins with space left, by remaining capacity.
+    rooms = 0  # Bit r is set if some bin has remaining capacity r. The lowest set bit ≥ `length` is the best fit.
     by_length = np.argsort(-lengths, kind="stable")
     edges = np.flatnonzero(np.diff(lengths[by_length])) + 1
     for items in np.split(by_length, edges) if len(lengths) else []:

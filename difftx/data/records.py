@@ -1,4 +1,4 @@
-"""Read files that may be compressed, and the JSON objects in their lines. Files may be in buckets."""
+"""Read files that may be compressed or in buckets, and JSON objects, one per line."""
 
 import dataclasses
 import functools
@@ -23,16 +23,17 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# By default, zstd refuses windows above 128 MiB, which `zstd --long=31` writes. A window takes at most 2 GiB of memory.
+# By default, zstd refuses windows above 128 MiB, which `zstd --long=31` writes. Allow all windows. They take at most 2
+# GiB of memory.
 ZSTD_OPTIONS = {zstd.DecompressionParameter.window_log_max: zstd.DecompressionParameter.window_log_max.bounds()[1]}
 OPENERS = {".gz": gzip.open, ".zst": functools.partial(zstd.open, options=ZSTD_OPTIONS), ".xz": lzma.open}
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
-ONE_OBJECT = 'write one object per line, such as {"prompt": "Once"}'  # The fix of a line that is none.
-BYTE_ORDER_MARK = "\ufeff"  # Some programs on Windows write it at the start of UTF-8. It is not part of the text.
+ONE_OBJECT = 'write one object per line, such as {"prompt": "Once"}'  # Advice if a line is not an object.
+BYTE_ORDER_MARK = "\ufeff"  # Some Windows programs write it at the start of a UTF-8 file. It is not part of the text.
 
 
 def open_stream(file: AnyPath | HubFile, stored: BinaryIO | None = None) -> BinaryIO:
-    """Open a file, or take its open content `stored`, and decompress it if the suffix is .gz, .zst or .xz."""
+    """Open a file, and decompress it if its suffix is .gz, .zst or .xz. `stored` is the file if it is already open."""
     opener = OPENERS.get(Path(str(file)).suffix.lower())
     if opener is None:
         return stored or open_file(file)
@@ -40,7 +41,7 @@ def open_stream(file: AnyPath | HubFile, stored: BinaryIO | None = None) -> Bina
 
 
 def bucket_files(pattern: BucketPath) -> dict[BucketPath, objects.Description]:
-    """Return the description of each object that a path, folder or glob names, sorted by path."""
+    """Return the description of each object that matches a path, folder or glob, sorted by path."""
     parts = pattern.parts
     fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     if fixed == len(parts) and (found := objects.describe(pattern)):
@@ -55,17 +56,17 @@ def bucket_files(pattern: BucketPath) -> dict[BucketPath, objects.Description]:
 
 
 def files_of(pattern: str, field: str) -> dict[AnyPath, int]:
-    """Return the size of each file of a path, folder or glob, which is the value of `field`, sorted by path.
+    """Return the size of each file that matches a path, folder or glob, sorted by path.
 
-    In folders, names that begin with a dot are left out.
+    `pattern` is the value of `field`. In folders, skip names that begin with a dot.
     """
     path = path_of(field, pattern)
     if is_bucket(path):
         sizes: dict[AnyPath, int] = {file: description.size for file, description in bucket_files(path).items()}
     else:
-        # Unlike `Path.rglob`, this enters folders that are links. It leaves out names that begin with a dot.
+        # Unlike `Path.rglob`, this follows links to folders. It skips names that begin with a dot.
         names = glob.glob("**", root_dir=path, recursive=True) if path.is_dir() else [""]
-        # The name of a file may contain characters of globs.
+        # If the path exists, do not expand it, because a file name may contain glob characters.
         found = [path / name for name in names] if path.exists() else map(Path, glob.glob(pattern, recursive=True))
         sizes = {file: file.stat().st_size for file in sorted(found) if file.is_file()}
     if not sizes:
@@ -77,7 +78,7 @@ def files_of(pattern: str, field: str) -> dict[AnyPath, int]:
 
 
 def why_unreadable(file: AnyPath | HubFile, error: BaseException) -> str:
-    """Return a message that names a file and the cause of `error`, which is one of `READ_ERRORS`."""
+    """Return a message with the file and the cause of `error`, one of `READ_ERRORS`."""
     if isinstance(error, OSError) and error.strerror:
         return f"{file}: cannot be read ({error.strerror})"
     how = "truncated" if isinstance(error, EOFError) else "corrupt"
@@ -92,13 +93,13 @@ class Record:
     values: dict[str, Any]
 
     def field(self, name: str) -> Any:
-        """Return the value of a field, or raise `UserError` if the record has no such field."""
+        """Return the value of a field. Raise `UserError` if the record does not have it."""
         if name not in self.values:
             raise UserError(f"{self.name} has no field {name!r}.{did_you_mean(name, self.values)}")
         return self.values[name]
 
     def text(self, name: str) -> str:
-        """Return the value of a field, or raise `UserError` if it is missing, empty or not text."""
+        """Return the value of a text field. Raise `UserError` if it is missing, empty or not text."""
         value = self.field(name)
         if not isinstance(value, str) or not value:
             raise UserError(f"{self.name}: {name}={value!r} must be text, and not empty")
@@ -106,7 +107,7 @@ class Record:
 
 
 def read_records(path: AnyPath, *, field: str, what: str) -> Iterator[Record]:
-    """Yield the JSON object of each line. Errors call the objects `what` and name `field`, which holds the path."""
+    """Yield the JSON object of each line. Error messages use `what` for an object and `field` for the path."""
     empty = True
     try:
         with open_stream(path) as stream:
@@ -123,7 +124,7 @@ def read_records(path: AnyPath, *, field: str, what: str) -> Iterator[Record]:
 def _record(name: str, line: bytes) -> Record:
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # A UnicodeDecodeError is a ValueError.
+    except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError, a subclass of ValueError.
         raise UserError(f"{name} is not JSON ({error}); {ONE_OBJECT}") from error
     if not isinstance(values, dict):
         raise UserError(f"{name} is not a JSON object; {ONE_OBJECT}")

@@ -25,24 +25,24 @@ from difftx.errors import UserError, read_error
 from difftx.files import open_file, size_of
 from difftx.storage.paths import AnyPath, is_bucket, path_of
 
-GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. It spreads the seeds of sources.
-ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the training and validation data if data.sources is empty.
-# Folders that the corpus "stdlib" excludes: tests, installed packages, character tables, and generated text.
+GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. Spreads the seeds of the sources.
+ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names used if data.sources is empty.
+# Folders left out of the corpus "stdlib": tests, installed packages, character tables, and generated text.
 STDLIB_WITHOUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
-# Suffixes of files that only `difftx prepare` reads. A `.json` file among others may be plain text, such as code.
+# Suffixes of files that only `difftx prepare` can read. A .json file next to other files may be plain text.
 NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet", ".npy", ".bin")
-# Longer texts are split at line ends, so that even a single file yields training and validation documents.
+# Split longer texts at line ends, so that even a single file yields both training and validation documents.
 DOCUMENT_BYTES = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Training rows and validation rows, keyed by the name of their source."""
+    """Training rows and validation rows by source name."""
 
     config: DataConfig
     train: dict[str, RowSource]
     valid: dict[str, RowSource]
-    signature: dict[str, Any]  # JSON object of the settings that determine the content and order of examples.
+    signature: dict[str, Any]  # JSON object with everything that determines the content and order of the examples.
     notes: tuple[str, ...]  # Messages for the user about the validation split, up-sampling and packing.
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class Sources:
         return {name: rows.fingerprint for name, rows in self.valid.items()}
 
     def where(self, example: int) -> str:
-        """Return a text for messages with the source and the row number of a training example."""
+        """Describe the origin of a training example, with source and row number, for messages."""
         source, number = self.examples.locate(example) if len(self.train) > 1 else (0, example)
         return f"{list(self.train.values())[source].name}: row {self._shuffled(source).locate(number)}"
 
@@ -64,7 +64,10 @@ class Sources:
         return Shuffled(list(self.train.values())[source], (self.config.seed + source * GOLDEN) % 2**32)
 
     def epochs(self, examples: int) -> dict[str, float]:
-        """Return the number of epochs of each source after `examples` examples, rounded up to a block of a mixture."""
+        """Return the number of epochs of each source after `examples` examples.
+
+        In a mixture, `examples` is rounded up to a whole block.
+        """
         if len(self.train) == 1:
             return {name: examples / len(rows) for name, rows in self.train.items()}
         used = self.examples.used(-(-examples // BLOCK_ROWS))
@@ -72,7 +75,7 @@ class Sources:
 
 
 def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:
-    """Open or tokenise every source, then up-sample and pack it; raise `UserError` if a source is invalid."""
+    """Open or tokenise every source, then up-sample and pack it. Raise `UserError` if a source is invalid."""
     train, valid, notes = {}, {}, []
     if not config.sources:
         train[ONLY_SOURCE], valid[ONLY_SET], notes = _load(config.path, config, tokenizer)
@@ -81,7 +84,7 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:
         notes += [f"{source.name}: {line}" for line in lines]
     signature = {
         **{f"source {name}": rows.fingerprint for name, rows in train.items()},
-        # The index of a source determines its seed and its positions in a mixture.
+        # The index of a source determines its seed, and its positions in the mixture.
         **({"order of sources": list(train)} if len(train) > 1 else {}),
         "weights": [source.weight for source in config.sources],
         "stages": [[stage.from_tokens, *stage.weights] for stage in config.stages],
@@ -96,7 +99,7 @@ def load_sources(config: DataConfig, tokenizer: Tokenizer) -> Sources:
 
 
 def signature_of_stores(config: DataConfig) -> dict[str, str]:
-    """Return the entries of `Sources.signature` that the `meta.json` of the config's token stores determine."""
+    """Return the entries of `Sources.signature` that follow from `meta.json` of the config's token stores."""
     entries = {}
     for name, path in [(source.name, source.path) for source in config.sources] or [(ONLY_SOURCE, config.path)]:
         if path is None or path.startswith(SYNTHETIC) or not is_store(path):
@@ -112,14 +115,14 @@ def signature_of_stores(config: DataConfig) -> dict[str, str]:
 
 
 def _load(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[RowSource, RowSource, list[str]]:
-    """Return the training rows and the validation rows of a path, and notes for the user."""
+    """Return the training rows and validation rows of a path, and notes for the user."""
     if path is not None and path.startswith(SYNTHETIC):
         return SyntheticRows(path, config, "train"), SyntheticRows(path, config, "valid"), []
     train_store, valid_store = load_corpus(path, config, tokenizer)
     notes = [] if isinstance(train_store, ShardedStore) else _uneven_split(path, train_store, valid_store, config)
     if (longer_than := config.upsampling.longer_than_tokens) is not None:
         train_store = UpsampledStore(train_store, longer_than_tokens=longer_than, share=config.upsampling.share)
-        # Documents are left out as a whole, so a small store may become shorter than a row.
+        # Up-sampling drops whole documents, so a small store may become shorter than one row.
         require_row(train_store, config, f"data.path={path!r}", "training", " after data.upsampling")
         notes.append(train_store.report)
     train, valid = pack(train_store, config), pack(valid_store, config)
@@ -130,7 +133,7 @@ def _load(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[R
 
 
 def _uneven_split(path: str | None, train: TokenStore, valid: TokenStore, config: DataConfig) -> list[str]:
-    """Return a note if far more of a text is held out than `data.valid_fraction`: its documents are few or uneven."""
+    """Return a note if much more than `data.valid_fraction` is held out because documents are few or uneven."""
     share, fraction = len(valid) / (len(train) + len(valid)), config.valid_fraction
     if share <= 2 * fraction and not share > 0.5 > fraction:
         return []
@@ -143,7 +146,7 @@ def _uneven_split(path: str | None, train: TokenStore, valid: TokenStore, config
 
 
 def pack(store: TokenStore, config: DataConfig) -> PackedRows:
-    """Return the rows of a config that the documents of a store fill."""
+    """Pack the documents of a store into rows."""
     return PackedRows(
         store,
         sequence_length=config.sequence_length,
@@ -153,7 +156,7 @@ def pack(store: TokenStore, config: DataConfig) -> PackedRows:
 
 
 def load_corpus(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
-    """Return the training and the validation documents of a path, which is a token store or text to tokenise."""
+    """Return the training and validation documents of a path: a token store, or text to tokenise."""
     if path is not None and may_be_store(path_of("data.path", path)):
         train, valid = (open_split(config, path, split, tokenizer) for split in SPLITS)
     else:
@@ -164,7 +167,7 @@ def load_corpus(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> t
 
 
 def require_row(store: TokenStore, config: DataConfig, field: str, what: str, when: str = "") -> None:
-    """Raise `UserError` if the documents do not fill a row. `field`, `what` and `when` are for the message."""
+    """Raise `UserError` if the store has too few tokens for one row. `field`, `what` and `when` are for the message."""
     if len(store) <= config.sequence_length:
         raise UserError(
             f"{field}: only {len(store)} {what} tokens{when}, less than a row of data.sequence_length="
@@ -173,14 +176,17 @@ def require_row(store: TokenStore, config: DataConfig, field: str, what: str, wh
 
 
 def may_be_store(path: AnyPath) -> bool:
-    """Return whether a path is a folder, and not a file or a glob of files."""
+    """Return whether a path may be a store: a folder, but not a file or a glob."""
     if not is_bucket(path):
         return path.is_dir()
     return not glob.has_magic(str(path)) and size_of(path) is None
 
 
 def open_split(config: DataConfig, path: str, split: str, tokenizer: Tokenizer, field: str = "data.path") -> TokenStore:
-    """Open a split of the store that `field` names, and check its vocabulary and chat template with `tokenizer`."""
+    """Open a split of the store at `path`. Check that its vocabulary and chat template match `tokenizer`.
+
+    `field` names the path in messages.
+    """
     meta = read_meta(path_of(field, path))
     recorded = meta["tokenizer"]
     if (vocabulary := recorded["vocabulary_sha256"]) != tokenizer.fingerprint:
@@ -200,7 +206,7 @@ def open_split(config: DataConfig, path: str, split: str, tokenizer: Tokenizer, 
 
 
 def _tokenise_text(path: str | None, config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
-    # Hashes as keys remove exact duplicates. Sorting by hash makes the split independent of the order of the files.
+    # Use hashes as keys to remove exact duplicates, and sort by hash to make the split independent of the file order.
     documents = {hashlib.sha256(text.encode()).digest(): text for text in read_texts(path)}
     held_out = min(math.ceil(config.valid_fraction * len(documents)), len(documents) - 1)
     name = f"data.path={path!r}"
@@ -220,7 +226,7 @@ def text_files(path: str | None, field: str = "data.path") -> Sequence[AnyPath]:
     if path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]
-        # Leave out `_sysconfigdata` files, which hold the build settings of one machine.
+        # `_sysconfigdata` files hold the build settings of this machine.
         return sorted(f for f in files if not f.name.startswith("_sysconfigdata"))
     return list(files_of(path, field))
 

@@ -1,10 +1,10 @@
 """Token stores: concatenated tokenised documents, in memory or in shards that `difftx prepare` writes.
 
 A shard consists of `NNNNN.tokens` (little-endian uint16 or uint32) and `NNNNN.offsets` (uint64, the start of each
-document in the shard and the end of the last one). If the input has ids or prompts, a shard also has `NNNNN.ids` (one
-JSON string per line) and `NNNNN.counted` (uint64, start and stop of each range of tokens that count in the loss).
-`NNNNN.blocks` has the hashes with which a reader of a bucket verifies parts of `NNNNN.tokens` (blocks.py). `meta.json`
-is written last, so a folder without it is not a finished store.
+document in the shard and the end of the last one). If the input has ids, `NNNNN.ids` has one JSON string per line. If
+it has prompts, `NNNNN.counted` (uint64) has start and stop of each range of tokens that counts in the loss.
+`NNNNN.blocks` has hashes, with which a reader verifies blocks of `NNNNN.tokens` in a bucket (blocks.py). `meta.json` is
+written last, so a folder without it is not a finished store.
 """
 
 import bisect
@@ -35,11 +35,11 @@ SPLITS = ("train", "valid")
 
 
 class TokenStore:
-    """Concatenated tokenised documents as uint16 or uint32. The end-of-text token follows each document."""
+    """Concatenated tokenised documents, uint16 or uint32. An end-of-text token follows each document."""
 
-    offsets: np.ndarray  # Start of each document among all tokens, then the end of the last, uint64 `[documents + 1]`.
+    offsets: np.ndarray  # Start of each document among all tokens, and end of the last one. uint64 `[documents + 1]`.
     counted: np.ndarray | None  # Ascending ranges of tokens that count in the loss, uint64 `[ranges, 2]`. None: all.
-    threads: int = 1  # Number of threads that should read at a time.
+    threads: int = 1  # Recommended number of threads for reading.
 
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, counted: np.ndarray | None = None, *, name: str = "memory"
@@ -50,7 +50,7 @@ class TokenStore:
 
     @property
     def unsampled(self) -> "TokenStore":
-        """The store before resampling. It is another one for `UpsampledStore` only."""
+        """The store without resampling: the store itself, unless it is an `UpsampledStore`."""
         return self
 
     def __len__(self) -> int:
@@ -65,12 +65,12 @@ class TokenStore:
 class ShardedStore(TokenStore):
     """One split of a store on disk.
 
-    Tokens are not memory-mapped: if a disk fails, a read raises an error that names the file, whereas access to mapped
-    memory would end the process by SIGBUS. Offsets and ranges are read and checked at the first access.
+    Tokens are not memory-mapped: if the disk fails, a read raises an error that names the file, but access to mapped
+    memory would kill the process (SIGBUS). Offsets and ranges are read and checked at the first access.
     """
 
     def __init__(self, folder: AnyPath, meta: dict[str, Any], split: str):
-        """Take the shards from `meta`, the content of `meta.json`. No other file is read yet."""
+        """Take the list of shards from `meta`, the content of `meta.json`. Do not read other files yet."""
         shards = meta["splits"][split]["shards"]
         self.name, self.dtype = str(folder / split), np.dtype(meta["dtype"])
         kinds = [kind for kind in ("tokens", "offsets", "counted") if kind in shards[0]["sha256"]]
@@ -106,10 +106,10 @@ class ShardedStore(TokenStore):
         return counted.reshape(-1, 2)
 
     def _arrays(self, kind: str) -> Iterator[np.ndarray]:
-        """Yield the content of each shard's file of one kind, uint64."""
+        """Yield the content of each shard's `kind` file, as uint64."""
         for file in self._files:
             path = file.with_suffix(f".{kind}")
-            content = read_file(path)  # Not `np.fromfile`, which returns fewer items if a read fails.
+            content = read_file(path)  # `np.fromfile` would return fewer items after a failed read.
             if content is None:
                 raise UserError(f"{path}: missing; {RESTORE}")
             yield np.frombuffer(content, "<u8", len(content) // 8)
@@ -136,7 +136,7 @@ class ShardedStore(TokenStore):
 
 
 class BucketStore(ShardedStore):
-    """One split of a store in a bucket. Tokens are read by ranges, through a cache on the local disk."""
+    """One split of a store in a bucket. Tokens are read by byte ranges, through a cache on the local disk."""
 
     threads = objects.CONCURRENT
 
@@ -161,7 +161,7 @@ class BucketStore(ShardedStore):
 
 
 def _verified(path: BucketPath, sha256: str, found: objects.Stored | None) -> bytes:
-    """Return the content of an object that was read. Read it again while it does not have the SHA-256."""
+    """Return the content of an object that was read as `found`. If its SHA-256 is wrong, read it again a few times."""
     for pause in (*objects.REREAD_SECONDS, None):
         if found is not None and hashlib.sha256(found.content).hexdigest() == sha256:
             return found.content
@@ -172,15 +172,15 @@ def _verified(path: BucketPath, sha256: str, found: objects.Stored | None) -> by
 
 
 class UpsampledStore(TokenStore):
-    """A resampled store of nearly the same size in which long documents have a given share of the tokens.
+    """Resample a store so that long documents have a given share of the tokens. Its size stays nearly the same.
 
-    In length up-sampling (Fu et al. 2024, arXiv 2402.10171), long documents become more frequent within each source,
-    and the weights of the sources stay the same. Long documents are repeated at one rate and short documents at
-    another. Each document is used ⌊rate⌋ or ⌈rate⌉ times. Its repetitions follow in later passes over the store.
+    This is length up-sampling (Fu et al. 2024, arXiv 2402.10171): long documents become more frequent within a source,
+    and the weights of the sources stay the same. Long documents have one repetition rate, short documents another. Each
+    document is used ⌊rate⌋ or ⌈rate⌉ times per epoch, its repetitions in later passes over the store.
     """
 
     def __init__(self, store: TokenStore, *, longer_than_tokens: int, share: float):
-        """Choose the documents. Nothing changes if none is long, or if long documents already have the share."""
+        """Choose the documents. Change nothing if there are no long documents, or if they already have the share."""
         offsets = store.offsets.view(np.int64)
         lengths = np.diff(offsets)
         is_long = lengths > longer_than_tokens
@@ -207,17 +207,17 @@ class UpsampledStore(TokenStore):
         )
 
     def _moved(self, counted: np.ndarray, offsets: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        """Return the ranges `counted` of the chosen documents, at their new places."""
+        """Return the ranges `counted` of the chosen documents, moved to the documents' new positions."""
         firsts = counted[:, 0].searchsorted(offsets)  # Index of each document's first range.
         ranges = np.diff(firsts)[documents]
         before = np.cumsum(ranges) - ranges
         chosen = np.arange(ranges.sum()) + np.repeat(firsts[documents] - before, ranges)
-        moves = self.offsets[:-1] - offsets[documents]  # Unsigned numbers that wrap around.
+        moves = self.offsets[:-1] - offsets[documents]  # Unsigned, so negative moves wrap around.
         return counted[chosen] + np.repeat(moves, ranges)[:, None]
 
     @staticmethod
     def fingerprint_of(store: TokenStore, longer_than_tokens: int, share: float) -> str:
-        """Return the fingerprint of the up-sampled `store`, whose tokens are not read."""
+        """Return the fingerprint of the up-sampled `store`, without reading its tokens."""
         return hashlib.sha256(json.dumps([store.fingerprint, longer_than_tokens, share]).encode()).hexdigest()
 
     @property
@@ -247,9 +247,10 @@ def open_store(
     cache_path: str = DataConfig.cache_path,
     cache_mib: int = DataConfig.cache_mib,
 ) -> TokenStore:
-    """Open a split of a store. Raise `UserError` if a file is missing or has a wrong size (or SHA-256, if `verify`).
+    """Open a split of a store. Raise `UserError` if a file is missing or has the wrong size.
 
-    The last two arguments are the fields of the group `data`, and apply to buckets.
+    With `verify`, also check the SHA-256 of each file. `cache_path` and `cache_mib` are the fields of the group `data`,
+    and only apply to buckets.
     """
     folder = path_of("data.path", str(folder))
     meta = read_meta(folder)
@@ -270,7 +271,7 @@ def is_store(path: str | AnyPath) -> bool:
 
 
 def read_meta(folder: str | AnyPath) -> dict[str, Any]:
-    """Return the content of a store's `meta.json`; raise `UserError` if it is missing, corrupt or of another format."""
+    """Read a store's `meta.json`. Raise `UserError` if it is missing, corrupt or has another format."""
     path = path_of("data.path", str(folder)) / META
     content = read_file(path)
     if content is None:
@@ -296,12 +297,12 @@ def write_meta(folder: AnyPath, meta: dict[str, Any]) -> None:
 
 
 def shard_file(folder: AnyPath, split: str, index: int, kind: str) -> AnyPath:
-    """Return the path of one of a shard's files; `kind` is its name in `meta.json`."""
+    """Return the path of one of a shard's files. `kind` is its suffix, such as "tokens"."""
     return folder / split / f"{index:05d}.{kind}"
 
 
 def file_problems(folder: AnyPath, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
-    """Yield a message for each file of a split with a wrong size or, if `content` is true, a wrong SHA-256."""
+    """Yield a message for each file of a split with a wrong size, or with a wrong SHA-256 if `content` is true."""
     itemsize = np.dtype(meta["dtype"]).itemsize
     listed = objects.describe_below(folder / split) if is_bucket(folder) else {}
     for index, shard in enumerate(meta["splits"][split]["shards"]):
@@ -320,8 +321,8 @@ def file_problems(folder: AnyPath, meta: dict[str, Any], split: str, *, content:
                 yield f"{file}: corrupt, its SHA-256 is not that in {META}"
 
 
-# Processes are often limited to 1,024 file descriptors, so only the most recently used shards stay open.
+# Only keep the most recently used shards open, because processes are often limited to 1,024 file descriptors.
 @functools.lru_cache(maxsize=256)
 def _open(file: Path, sha256: str) -> BinaryIO:
-    """Open a file of tokens. `sha256` is part of the cache key, so that a rewritten file is opened again."""
+    """Open a token file. `sha256` is part of the cache key, so a rewritten file is opened again."""
     return file.open("rb", buffering=0)

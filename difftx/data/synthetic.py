@@ -1,7 +1,7 @@
-"""Synthetic recall tasks, generated on demand: example i depends only on the task, the seed, the split and i.
+"""Synthetic recall tasks, generated on demand. Example i only depends on the task, the seed, the split and i.
 
-`data.path` selects a task as "synthetic:TASK", and the group `data.synthetic` holds its parameters. Only answers count
-in the loss. Token 0 is filler and separator. Of the other tokens, the lower half are keys, the upper half values.
+`data.path = "synthetic:TASK"` selects a task, and the group `data.synthetic` has its parameters. Only answers count in
+the loss. Token 0 is filler and separator. Of the other tokens, the lower half are keys and the upper half are values.
 """
 
 import dataclasses
@@ -17,14 +17,15 @@ from difftx.registry import Registry
 
 SPLITS = {"train": 0, "valid": 1}
 
-type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions that have answers, and their answers.
+type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions with an answer, and the answers.
 
 
 def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
-    """Return an example of multi-query associative recall: key-value pairs, then each key again as a query.
+    """Make an example of multi-query associative recall: key-value pairs, then each key again as a query.
 
-    The answer to a query is the key's value. As in Zoology (arXiv 2312.04927), the distance of a query from the pairs
-    is even and drawn from a power law. All other tokens after the pairs are random, because answers are only targets.
+    The answer to a query is the value of its key. As in Zoology (arXiv 2312.04927), the distance between a query and
+    the pairs is even, and drawn from a power law. Answers are only targets, so all other tokens after the pairs are
+    random.
     """
     keys, values = _keys_and_values(config, rng)
     context = 2 * config.pairs
@@ -38,7 +39,7 @@ def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> 
 
 
 def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
-    """Return an example of noisy key-value retrieval: shuffled pairs and distractors, then one key as a query."""
+    """Make an example of noisy key-value retrieval: shuffled pairs and distractors, then one key as a query."""
     tokens, positions, queried = retrieval_with_positions(config, row_tokens, rng)
     return tokens, np.array([len(tokens) - 1]), tokens[positions[[queried]] + 1]
 
@@ -61,7 +62,7 @@ def retrieval_with_positions(
 
 
 def copy(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
-    """Return a copying example: half a row of random tokens, a separator, and the same tokens again as the answer."""
+    """Make a copying example: half a row of random tokens, a separator, and the same tokens as the answer."""
     prefix = rng.integers(1, config.vocab_size, row_tokens // 2)
     tokens = np.concatenate([prefix, [0], prefix[:-1]])
     return tokens, np.arange(len(prefix), len(tokens)), prefix
@@ -77,11 +78,11 @@ def _values(config: SyntheticConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task, defined by functions. `make` and `tokens` receive the config and the number of tokens in a row."""
+    """A task, defined by functions of the config and the number of tokens per row."""
 
     make: Callable[[SyntheticConfig, int, np.random.Generator], Example]  # Returns a random example.
     tokens: Callable[[SyntheticConfig, int], int]  # Returns the number of tokens in an example.
-    # Returns the number of equally likely tokens that an answer is drawn from. None: there is no such number.
+    # Returns how many tokens are equally likely as an answer. None if this number does not exist.
     candidates: Callable[[SyntheticConfig], int] | None = None
 
 
@@ -96,7 +97,7 @@ TASKS: Registry[Task] = Registry(
 
 
 class SyntheticRows:
-    """Rows of a synthetic task, one example per row. The splits use different streams of random numbers."""
+    """Rows of a synthetic task, one example per row. The splits use different random streams."""
 
     threads = 1
 
@@ -114,7 +115,7 @@ class SyntheticRows:
         self._key = np.array([self._config.seed, SPLITS[split]], np.uint64)
         self._length = self._config.train_examples if split == "train" else self._config.valid_examples
         self.tokens = self._length * self.sequence_length
-        # The other split's number of examples does not affect this split.
+        # The size of the other split does not affect this one.
         parameters = {k: v for k, v in dataclasses.asdict(self._config).items() if not k.endswith("_examples")}
         self.fingerprint = json.dumps([path, split, self._length, parameters])
 
@@ -123,13 +124,13 @@ class SyntheticRows:
 
     @property
     def chance(self) -> float | None:
-        """The probability that a guess is the right answer, or None if the task does not define it."""
+        """The probability that a random guess is right, or None if the task does not define it."""
         return None if self._task.candidates is None else 1 / self._task.candidates(self._config)
 
     def random(self, index: int) -> np.random.Generator:
         if not 0 <= index < self._length:
             raise IndexError(f"example {index} of {self._length}")
-        # Philox is counter-based: every example has its own range of counters, and creating a generator is cheap.
+        # Philox is counter-based: every example has its own range of counters, and a generator is cheap to create.
         return np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
 
     def __getitem__(self, index: int) -> Row:

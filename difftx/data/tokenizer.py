@@ -1,4 +1,4 @@
-"""The base class of tokenizers, and those of tiktoken: encodings from a file, and plain bytes."""
+"""The base class of tokenizers, and the tiktoken tokenizers: encodings from a file, and plain bytes."""
 
 import abc
 import base64
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
-PART_CHARACTERS = 2**18  # Length of the parts in which a text is encoded that tiktoken cannot encode as a whole.
+PART_CHARACTERS = 2**18  # Length of the parts into which a text is split if tiktoken cannot encode it whole.
 
-# The pattern by which cl100k_base splits text before it merges bytes (tiktoken's openai_public.py).
+# Pattern with which cl100k_base splits text before it merges bytes (tiktoken's openai_public.py).
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
     r"\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -29,54 +29,54 @@ CL100K_PATTERN = (
 
 
 class Tokenizer(abc.ABC):
-    """Converts text to token ids and back. Each family of tokenizers is a subclass."""
+    """Convert text to token ids and back. Each family of tokenizers is a subclass."""
 
     name: str
     library: str  # Name of the package that encodes.
-    n_vocab: int  # The largest id plus one.
+    n_vocab: int  # Largest id plus one.
     eot_token: int  # Id of the end-of-text token, which follows each document.
-    prefix: tuple[int, ...] = ()  # Ids that precede each document and each prompt, such as the <s> of Llama.
+    prefix: tuple[int, ...] = ()  # Ids before each document and each prompt, such as Llama's <s>.
     chat_template: "ChatTemplate | None" = None
 
     @abc.abstractmethod
     def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
-        """Return the ids of a text. The names of special tokens are encoded as ordinary text.
+        """Return the ids of a text. Names of special tokens are encoded as ordinary text.
 
-        If the text `continues` another one, a tokenizer that puts a space in front of each text leaves it out.
+        If the text `continues` another one, do not add the leading space that some tokenizers put before a text.
         """
 
     @abc.abstractmethod
     def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
-        """Return the ids of text that a chat template wrote. The names of special tokens become these tokens."""
+        """Return the ids of text written by a chat template. Names of special tokens become these tokens."""
 
     @abc.abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ids. Special tokens become their names, and bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids to text. Special tokens become their names, and bytes that are not UTF-8 become U+FFFD."""
 
     @functools.cached_property
     @abc.abstractmethod
     def token_bytes(self) -> list[bytes | None]:
-        """Bytes of each id within a text: b"" for special tokens, None for unused ids."""
+        """Bytes of each id within a text. b"" for special tokens, None for unused ids."""
 
     @functools.cached_property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """A SHA-256 that differs if an id stands for other text, or if some text has other ids."""
+        """A SHA-256 that changes if any id stands for different text, or any text has different ids."""
 
     def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
-        """Return the result of `encode_ordinary` as an array, uint32."""
+        """Return the result of `encode_ordinary` as a uint32 array."""
         return np.array(self.encode_ordinary(text, continues=continues), np.uint32)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text that a model continues, with the ids that precede each text."""
+        """Return the ids of a prompt, preceded by `prefix`."""
         return [*self.prefix, *self.encode_ordinary(text)]
 
     def encode_messages(self, messages: "Sequence[Message]", field: str) -> list[int]:
-        """Return the ids of a conversation, which errors call `field`, and of the beginning of the next message."""
+        """Return the ids of a conversation and the start of the next message. Errors call the conversation `field`."""
         return self.encode_chat(self.require_chat_template(field).render(messages, add_generation_prompt=True))
 
     def require_chat_template(self, field: str) -> "ChatTemplate":
-        """Return the chat template. If there is none, raise `UserError`, which says that `field` requires it."""
+        """Return the chat template. If there is none, raise a `UserError` that says that `field` requires it."""
         if self.chat_template is None:
             raise UserError(
                 f"{field} needs a chat template, and the tokenizer {self.name!r} has none; use the folder of a "
@@ -97,7 +97,7 @@ class TiktokenTokenizer(Tokenizer):
     def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # Half of a surrogate pair, or a million spaces in a row, at which the regex engine fails.
+        except ValueError:  # The regex engine fails for half of a surrogate pair, or a million spaces in a row.
             parts = map("".join, itertools.batched(without_surrogates(text), PART_CHARACTERS))
             return np.concatenate([self.encoding.encode_to_numpy(part, disallowed_special=()) for part in parts])
 
@@ -121,7 +121,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        # The encodings of tiktoken differ in their vocabularies, so the pattern is not hashed.
+        # tiktoken's encodings all have different vocabularies, so the pattern need not be hashed.
         digest = hashlib.sha256()
         for value in self.token_bytes:
             digest.update(b"-" if value is None else len(value).to_bytes(4, "little") + value)
@@ -129,13 +129,13 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text with U+FFFD in place of each half of a surrogate pair, as tiktoken's `encode` does."""
+    """Replace each half of a surrogate pair by U+FFFD, as tiktoken's `encode` does."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
-    """Return the encoding of a .tiktoken file."""
-    # A file of another encoding of tiktoken would need that encoding's pattern, which only loading by name provides.
+    """Load the encoding in a .tiktoken file."""
+    # The file of another tiktoken encoding needs that encoding's pattern, so it must be loaded by name.
     if path.stem in tiktoken.list_encoding_names() and path.stem != "cl100k_base":
         raise UserError(f"{field}={str(path)!r}: this vocabulary has a pattern of its own; use {field}={path.stem!r}")
     where = f"{field}={str(path)!r}"
@@ -144,7 +144,7 @@ def encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
     except OSError as error:
         raise read_error(error, f"{where}: cannot be read ({error.strerror})") from error
     ranks: dict[bytes, int] = {}
-    # tiktoken's own loader caches files by path, so it would not notice that a file has changed.
+    # tiktoken's own loader caches files by path, so it would miss a changed file.
     for number, line in enumerate(lines, start=1):
         try:
             token, rank = line.split()
@@ -164,7 +164,7 @@ def byte_encoding() -> tiktoken.Encoding:
     """Return the encoding whose tokens are single bytes."""
     return tiktoken.Encoding(
         BYTES,
-        # Any split yields single bytes, because there are no merges. Splits of one character are 2.6× slower.
+        # There are no merges, so any pattern yields single bytes. Splitting into single characters is 2.6× slower.
         pat_str=r"[\s\S]{1,64}",
         mergeable_ranks={bytes([value]): value for value in range(256)},
         special_tokens={END_OF_TEXT: 256},

@@ -1,7 +1,7 @@
-"""Tokenizers in the files of Hugging Face: tokenizer.json, or a SentencePiece model, and the settings next to them.
+"""Tokenizers from Hugging Face files: tokenizer.json or a SentencePiece model, and the settings next to them.
 
-The settings are read as transformers reads them: tokenizer_config.json and special_tokens_map.json name the special
-tokens, and chat_template.jinja is the chat template.
+Settings are read as in transformers: tokenizer_config.json and special_tokens_map.json name the special tokens, and
+chat_template.jinja is the chat template.
 """
 
 import functools
@@ -22,17 +22,17 @@ EXTRA = "tokenizers"
 TOKENIZER, MODEL, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"
 FILES = (TOKENIZER, MODEL, CONFIG, SPECIAL_TOKENS, TEMPLATE)
-# Keys of tokenizer_config.json that name a special token. Chat templates receive them as variables.
+# Keys of tokenizer_config.json that name a special token. They are also variables in chat templates.
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-SPACE = "▁"  # U+2581, which stands for a space in the tokens of SentencePiece.
-# cl100k_base's pattern, without possessive quantifiers: the regex engine of `tokenizers` interprets them differently.
+SPACE = "▁"  # U+2581, which stands for a space in SentencePiece tokens.
+# cl100k_base's pattern without possessive quantifiers, which the regex engine of `tokenizers` interprets differently.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
-# As in GPT-2's files, characters from 256 on represent the bytes that are not printable Latin-1 characters.
+# As in GPT-2's files, characters from 256 on stand for the bytes that are not printable Latin-1 characters.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
@@ -40,9 +40,9 @@ BYTES_OF = {character: byte for byte, character in CHARACTERS.items()}
 
 
 def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileTokenizer":
-    """Return the tokenizer of a tokenizer.json file, of a SentencePiece model, or of a folder with one of them.
+    """Load a tokenizer from a tokenizer.json file, a SentencePiece model, or a folder with one of them.
 
-    `field` and `end_of_text` are as in `load_tokenizer`.
+    For `field` and `end_of_text`, see `load_tokenizer`.
     """
     name = f"{field}={str(path)!r}"
     if path.is_dir():
@@ -61,9 +61,9 @@ def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileToken
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of tokenizer_config.json, and those of other files that take precedence in transformers.
+    """Read tokenizer_config.json, and the files that override parts of it in transformers.
 
-    Raise `UserError` if the settings name code, which transformers would execute and difftx does not.
+    Raise `UserError` if the settings name code. transformers would execute it, but difftx does not.
     """
     settings = read_object(folder / CONFIG)
     if (code := settings.get("auto_map")) is not None:
@@ -75,13 +75,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
         settings |= read_object(folder / SPECIAL_TOKENS)
     if (template := read_file(folder / TEMPLATE)) is not None:
         settings["chat_template"] = template.decode()
-    elif isinstance(templates := settings.get("chat_template"), list):  # Several templates with names.
+    elif isinstance(templates := settings.get("chat_template"), list):  # Several named templates.
         settings["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
     return settings
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if there is no such file."""
+    """Read the object in a JSON file. Return an empty one if the file does not exist."""
     content = read_json(path) if path.is_file() else {}
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected an object with settings of a tokenizer")
@@ -89,15 +89,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class FileTokenizer(Tokenizer):
-    """The parts that the two families share. Errors begin with `field`, such as "data.tokenizer='/path'"."""
+    """Base class for both families. Error messages begin with `field`, such as "data.tokenizer='/path'"."""
 
-    # The class of transformers that encodes texts identically with the same files, if there is one.
+    # The transformers class that encodes all texts identically with the same files, if there is one.
     transformers_class: str | None
 
     def __init__(
         self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None, vocabulary: Mapping[str, int]
     ):
-        """Find the special tokens of `settings`, and the end-of-text token, in `vocabulary`: the id of each token."""
+        """Look up the special tokens in `settings` and the end-of-text token. `vocabulary` has the id of each token."""
         self.name, self.path, self._vocabulary = str(path), path, vocabulary
         self.n_vocab = max(vocabulary.values(), default=-1) + 1
         name, fix = end_of_text or _content(settings.get("eos_token")), f"{field.partition('tokenizer')[0]}end_of_text"
@@ -114,7 +114,7 @@ class FileTokenizer(Tokenizer):
 
 
 class JsonTokenizer(FileTokenizer):
-    """A tokenizer.json, by the library `tokenizers`."""
+    """A tokenizer.json file, encoded by the library `tokenizers`."""
 
     library = "tokenizers"
     transformers_class = "PreTrainedTokenizerFast"
@@ -126,7 +126,7 @@ class JsonTokenizer(FileTokenizer):
         self._plain = self._coder(chat=True, continues=False)
         super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
         encoded = self._plain.encode("a")
-        length = [*encoded.special_tokens_mask, 0].index(0)  # Of the special tokens in front of every text.
+        length = [*encoded.special_tokens_mask, 0].index(0)  # Number of special tokens before every text.
         self.prefix = tuple(encoded.ids[:length])
         self._bytes_of = self._byte_rule()
 
@@ -157,7 +157,7 @@ class JsonTokenizer(FileTokenizer):
         return coder.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def _coder(self, *, chat: bool, continues: bool) -> Any:
-        """Return the library's tokenizer. Only for a chat do the names of special tokens in the text have a meaning."""
+        """Return the library's tokenizer. Only with `chat`, names of special tokens in the text become these tokens."""
         if (chat, continues) not in self._coders:
             coder = self._build(_without_leading_space(self.content) if continues else self.content)
             coder.encode_special_tokens = not chat
@@ -165,10 +165,10 @@ class JsonTokenizer(FileTokenizer):
         return self._coders[chat, continues]
 
     def _build(self, raw: dict[str, Any]) -> Any:
-        """Return the library's tokenizer of a tokenizer.json, with the added tokens of the settings."""
+        """Build the library's tokenizer from a tokenizer.json, and add the tokens listed in the settings."""
         try:
             coder = self._library.Tokenizer.from_str(json.dumps(raw))
-        except Exception as error:  # The library raises Exception itself.
+        except Exception as error:  # The library raises plain `Exception`.
             raise UserError(f"{self._field}: not a tokenizer.json that `tokenizers` reads ({error})") from error
         coder.no_truncation()
         coder.no_padding()
@@ -189,7 +189,7 @@ class JsonTokenizer(FileTokenizer):
         return self._library.AddedToken(**{"special": True} | flags)
 
     def _byte_rule(self) -> Callable[[str], bytes]:
-        """Return a function from a token to its bytes within a text, which depends on the decoder."""
+        """Return a function from a token to its bytes within a text. The rule depends on the decoder."""
         kinds = {part["type"] for part in _parts(self.content.get("decoder"), "decoders")}
         if "ByteLevel" in kinds:
             return _byte_level
@@ -202,7 +202,7 @@ class JsonTokenizer(FileTokenizer):
 
 
 class SentencePieceTokenizer(FileTokenizer):
-    """A SentencePiece model, by the library `sentencepiece`."""
+    """A SentencePiece model, encoded by the library `sentencepiece`."""
 
     library = "sentencepiece"
 
@@ -214,14 +214,14 @@ class SentencePieceTokenizer(FileTokenizer):
         try:
             description.ParseFromString(content)
             self._model = library.SentencePieceProcessor(model_proto=content)
-        except Exception as error:  # Errors of protobuf and of the library, of several types.
+        except Exception as error:  # protobuf and the library raise several types of errors.
             raise UserError(f"{field}: not a SentencePiece model ({error})") from error
         trainer, normal = description.trainer_spec, description.normalizer_spec
-        # LlamaTokenizer does not read these options of the model, and merges as BPE does.
+        # LlamaTokenizer ignores these options of the model, and always merges as BPE does.
         options = (normal.name, normal.add_dummy_prefix, normal.remove_extra_whitespaces, normal.escape_whitespaces)
         is_bpe = trainer.model_type == trainer.BPE and trainer.byte_fallback and not trainer.treat_whitespace_as_suffix
         self.transformers_class = "LlamaTokenizer" if is_bpe and options == ("identity", True, False, True) else None
-        # Text that continues another one has no leading space unless it begins with one, which is then kept.
+        # Text that continues another one gets no extra leading space, but keeps its own.
         normal.add_dummy_prefix = normal.remove_extra_whitespaces = False
         self._continuing = library.SentencePieceProcessor(model_proto=description.SerializeToString())
         ids = range(self._model.get_piece_size())
@@ -285,12 +285,12 @@ def _special_entries(settings: Mapping[str, Any]) -> list[str | dict[str, Any]]:
 
 
 def _content(token: Any) -> Any:
-    """Return the text of a special token, which files write as a text or as an object."""
+    """Return the text of a special token. Files write it as a string or as an object."""
     return token["content"] if isinstance(token, dict) else token
 
 
 def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return a normalizer, pre-tokenizer or decoder, or the parts of a sequence of them, in the list `name`."""
+    """Flatten a normalizer, pre-tokenizer or decoder into a list. `name` is the key of the parts of a sequence."""
     if component is None:
         return []
     if component["type"] != "Sequence":
@@ -299,7 +299,7 @@ def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def _without_leading_space(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json that does not put a space in front of a text."""
+    """Return the tokenizer.json, changed so that it does not put a space before a text."""
     normalizers = [part for part in _parts(raw.get("normalizer"), "normalizers") if part["type"] != "Prepend"]
     splitters = []
     for part in _parts(raw.get("pre_tokenizer"), "pretokenizers"):
@@ -315,7 +315,7 @@ def _without_leading_space(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _byte_level(token: str) -> bytes:
-    # A token that was added to the vocabulary is text.
+    # Tokens added to the vocabulary are plain text.
     return bytes(map(BYTES_OF.__getitem__, token)) if all(c in BYTES_OF for c in token) else token.encode()
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers by name: tiktoken encodings, plain bytes, tokenizer.json files and SentencePiece models."""
+"""Load tokenizers by name: tiktoken encodings, plain bytes, tokenizer.json files and SentencePiece models."""
 
 import atexit
 import functools
@@ -15,18 +15,23 @@ from difftx.errors import UnreadableError, UserError, did_you_mean, note_copy
 from difftx.files import read_file
 from difftx.storage.paths import BucketPath, is_bucket, path_of
 
-VOCABULARY_MULTIPLE = 128  # A derived `model.vocab_size` is rounded up to a multiple, the lanes of a TPU.
+VOCABULARY_MULTIPLE = 128  # Round a derived `model.vocab_size` up to a multiple of this, the lanes of a TPU.
 
 
 def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str | None = None) -> Tokenizer:
-    """Return a tokenizer, or raise `UserError`. `field` is the flag or config field that names it, for messages.
+    """Load a tokenizer. Raise `UserError` if that fails. `field` is the flag or config field with its name.
 
-    `name` is "bytes", an encoding of tiktoken such as "cl100k_base", the path of a .tiktoken file, of a tokenizer.json
-    file (ending .json), of a SentencePiece model (ending .model), or of a folder with one of the last two. The path may
-    be in a bucket. tiktoken downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`; a failed download raises
-    `UnreadableError`. Each line of a .tiktoken file has a token in base64 and its id. The file defines neither a
-    pattern nor special tokens, so text is split by the pattern of cl100k_base, and <|endoftext|> gets the id after the
-    largest. `end_of_text` is the end-of-text token for a tokenizer whose files do not name one.
+    `name` is "bytes", a tiktoken encoding such as "cl100k_base", or the path of a .tiktoken file, of a tokenizer.json
+    file (ending in .json), of a SentencePiece model (ending in .model), or of a folder with one of the last two. The
+    path may be in a bucket.
+
+    tiktoken downloads a vocabulary once, and caches it in `TIKTOKEN_CACHE_DIR`. A failed download raises
+    `UnreadableError`.
+
+    Each line of a .tiktoken file has a token in base64 and its id. The file has no pattern and no special tokens, so
+    text is split with the pattern of cl100k_base, and <|endoftext|> gets the id after the largest one.
+
+    `end_of_text` is the end-of-text token, if the tokenizer's files do not name one.
     """
     if is_bucket(path := path_of(field, name)):
         return load_tokenizer(str(_local_copy(path)), field=field, end_of_text=end_of_text)
@@ -47,7 +52,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
         return TiktokenTokenizer(tiktoken.get_encoding(name))
     except OSError as error:
         if error.errno is not None:
-            raise  # From a file of the cache. The exceptions of requests have no number.
+            raise  # From a cached file. Errors of `requests` have no errno.
         raise UnreadableError(
             f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it, or use {field}='bytes'"
@@ -56,9 +61,9 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str
 
 @functools.cache
 def _local_copy(path: BucketPath) -> Path:
-    """Copy a tokenizer from a bucket to this machine, and return its path here. The copy lasts as long as the process.
+    """Copy a tokenizer from a bucket to this machine. Return its local path, valid until the process ends.
 
-    `path` is a file, whose settings lie next to it, or a folder.
+    `path` is a folder, or a file with its settings next to it.
     """
     is_file = path.suffix in (".tiktoken", ".json", ".model")
     folder = path.parent if is_file else path
@@ -73,7 +78,7 @@ def _local_copy(path: BucketPath) -> Path:
 
 
 def with_vocabulary(config: Config) -> Config:
-    """Return the config with `model.vocab_size` derived from the tokenizer if it is None."""
+    """Return the config. If `model.vocab_size` is None, derive it from the tokenizer."""
     if config.model.vocab_size is not None:
         return config
     size = padded_size(load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text))
@@ -81,5 +86,5 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def padded_size(tokenizer: Tokenizer) -> int:
-    """Return the derived `model.vocab_size`: the number of tokens, rounded up to a multiple."""
+    """Return the number of tokens, rounded up to a multiple of `VOCABULARY_MULTIPLE`, as `model.vocab_size`."""
     return -(-tokenizer.n_vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

@@ -1,4 +1,4 @@
-"""Evaluation suites, and their registry, which is read without an import of the suites because that takes seconds."""
+"""Evaluation suites and their registry. Suites are imported on first use, because their imports take seconds."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class _Listed(NamedTuple):
-    module: str  # Module of this package whose `SUITE` is the suite.
-    summary: str  # Line of `difftx eval --list`.
+    module: str  # Module of this package that defines the `SUITE`.
+    summary: str  # Text for `difftx eval --list`.
     requires: tuple[str, ...] = ()  # Modules of the extra "eval" that the suite imports.
 
 
@@ -45,19 +45,19 @@ SUITES: Registry["Suite"] = Registry(
 
 
 def summary(name: str) -> str:
-    """Return what a suite measures, in a line: for one of an extension, the first line of `evaluate`'s docstring."""
+    """Return what a suite measures, in one line. For an extension's suite, this is the docstring's first line."""
     return _LISTED[name].summary if name in _LISTED else (SUITES[name].evaluate.__doc__ or "").partition("\n")[0]
 
 
 def explanation_of(suite: str) -> tuple[str, str]:
-    """Return a suite's title and explanation. If it declares none, they are its name and the line of `--list`."""
-    if suite not in SUITES:  # Its extension is not loaded.
+    """Return a suite's title and explanation. By default, these are its name and its line in `difftx eval --list`."""
+    if suite not in SUITES:  # The extension that defines it is not loaded.
         return suite, ""
     return SUITES[suite].title or suite, SUITES[suite].explanation or summary(suite)
 
 
 def check_suites(names: Iterable[str]) -> None:
-    """Raise `UserError` if there is no such suite, or if a module that it requires is not installed."""
+    """Raise `UserError` if a suite does not exist, or if a module that it requires is not installed."""
     names = list(names)
     SUITES.check(names)
     for module in (module for name in names if name in _LISTED for module in _LISTED[name].requires):

@@ -1,4 +1,4 @@
-"""Suite `cache`: other suites with a compressed key/value cache, by its size (docs/suites.md)."""
+"""Suite `cache`: other suites with a compressed key/value cache, as a function of its size (docs/suites.md)."""
 
 import jax
 
@@ -17,7 +17,7 @@ WHOLE = "whole"
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run `eval.cache.suites` with keys and values in few bits, and with a part of the tokens."""
+    """Run `eval.cache.suites` with keys and values in few bits, and with a cache of only some tokens."""
     run = evaluation.run
     configs = compressed(run.config)
     size = {name: bytes_per_token(evaluation, config) for name, config in configs.items()}
@@ -34,7 +34,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def compressed(config: Config) -> dict[str, Config]:
-    """Return a config for each cache to measure, by name: "whole", "8_bits" or "128_tokens", for example."""
+    """Return the config of each cache to measure, with names such as "whole", "8_bits" or "128_tokens"."""
     settings, chunk = config.eval.cache, config.eval.cache.chunk_tokens
     caches = {WHOLE: CacheConfig()}
     caches |= {f"{bits}_bits": CacheConfig(bits=bits, chunk_tokens=chunk) for bits in settings.bits}
@@ -46,14 +46,14 @@ def compressed(config: Config) -> dict[str, Config]:
 
 
 def bytes_per_token(evaluation: Evaluation, config: Config) -> float:
-    """Return the bytes of the keys and values of a full row, divided by its number of tokens."""
+    """Return the bytes of the keys and values of a full row, divided by the row's number of tokens."""
     tokens, length = config.model.cache.tokens, config.data.sequence_length
     with jax.set_mesh(evaluation.run.mesh):
         return cache_bytes_per_token(config, evaluation.params) * min(1, (tokens or length) / length)
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` for settings or rows that the suite cannot evaluate."""
+    """Raise `UserError` if the suite cannot evaluate the run's settings or rows."""
     compressed(run.config)
     for name in run.config.eval.cache.suites:
         SUITES[name].check(run)

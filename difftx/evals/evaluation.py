@@ -1,4 +1,4 @@
-"""The object that every suite receives, and the journal from which an interrupted suite resumes."""
+"""The object that every suite receives, and the journal with which an interrupted suite resumes."""
 # Axes of arrays: B = rows of a batch, T = tokens of a row
 
 import dataclasses
@@ -26,20 +26,19 @@ from difftx.progress import Work
 from difftx.training.run import Run
 from difftx.training.state import graph
 
-DECISION_ITEMS = 64  # Most answers per message from the primary process to the others. Answers may be long texts.
+DECISION_ITEMS = 64  # Maximum number of answers per message from the primary process. Answers may be long texts.
 
 
 def journal_of(path: Path, settings: str, weights: str | None, owner: Owner = UNLOCKED) -> JsonLines:
-    """Return the journal of the result at `path`: a file with the answers of finished items.
+    """Return the journal of the result at `path`: a file with the answers to finished items.
 
-    Its name depends on settings and weights, so that an evaluation with other ones, which may run at the same time, has
-    another file.
+    The file name depends on settings and weights, because an evaluation with different ones may run at the same time.
     """
     return JsonLines(path.with_suffix(f".{json_sha256([settings, weights])[:32]}.items.jsonl"), owner)
 
 
 class Evaluation:
-    """The input of a suite: a run, parameters, a progress display, and a journal if an interrupted suite can resume.
+    """The input of a suite: run, parameters, progress display, and a journal if an interrupted suite can resume.
 
     Only the primary process reads and writes the journal.
     """
@@ -50,11 +49,11 @@ class Evaluation:
 
     @functools.cached_property
     def lm(self) -> LanguageModel:
-        """Language model for generation and for scoring continuations."""
+        """The language model, for generating text and scoring continuations."""
         return LanguageModel(self.run.config, self.run.mesh, self.params, self.run.tokenizer)
 
     def batches(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Batch]:
-        """Yield the first rows of a source, at most `limit_tokens` tokens, in microbatches. The last one is padded."""
+        """Yield the first `limit_tokens` tokens of a source as microbatches of rows. The last one is padded."""
         rows = self.run.microbatch_rows
         batches = ordered_batches(
             source,
@@ -68,13 +67,15 @@ class Evaluation:
     def scores(self, source: RowSource, limit_tokens: int, what: str) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays `[rows, T]` for the targets in the first rows of a source, in every process.
 
-        The first is -log p of each target, in nats, float32. The second is whether no other token is more likely, bool.
-        If the run's cache is compressed, the keys and values of earlier tokens come from it, chunk by chunk. Rows with
-        document masks do not use the cache, because it does not keep the documents of a row apart.
+        The first array is -log p of each target in nats, float32. The second one is whether no other token is more
+        likely, bool. Targets outside the loss mask have values too.
 
         The rows have at most `limit_tokens` tokens, but there is at least one row. Progress is shown under the name
-        `what`. Targets outside the loss mask have values too. Suites sum the values in float64 on the host, so that
-        their numbers do not depend on the batch size, the mesh or the number of hosts.
+        `what`. Suites sum the values in float64 on the host, so that results do not depend on batch size, mesh or
+        number of hosts.
+
+        If the run's cache is compressed, the keys and values of earlier tokens are read from it, chunk by chunk. The
+        cache does not separate documents, so rows with document masks do not use it.
         """
         config = self.run.config
         if config.model.cache.compresses and not config.data.document_mask:
@@ -89,7 +90,7 @@ class Evaluation:
         graphdef, pending = graph(self.run.config), None
         for batch in self.batches(source, limit_tokens, what):
             scored = batch_scores(graphdef, self.params, batch)
-            if pending is not None:  # Fetch the previous batch while the device computes the current one.
+            if pending is not None:  # Fetch the previous batch while the device computes this one.
                 yield jax.device_get(pending)
             pending = scored
         yield jax.device_get(pending)
@@ -104,7 +105,7 @@ class Evaluation:
             yield [scores_BT[: len(batch), : len(inputs[0])] for scores_BT in scores]
 
     def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
-        """Yield the first rows of a validation set, up to `eval.loss_tokens` tokens, each with -log p, `[T]`."""
+        """Yield the first rows of a validation set, up to `eval.loss_tokens` tokens, each with -log p `[T]`."""
         source = self.run.data.valid[name]
         if name not in self._valid_nll:  # All suites share one forward pass per set.
             self._valid_nll[name], _ = self.scores(source, self.run.config.eval.loss_tokens, f"rows of {name}")
@@ -119,11 +120,11 @@ class Evaluation:
         what: str,
         batch_items: int | None = None,
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield each item with its answer, in order. Answers in the journal are not computed again.
+        """Yield each item with its answer, in order. Reuse answers in the journal.
 
-        `answer_batch` returns the answers of a batch of `batch_items` items, as JSON. By default, a batch has as many
-        items as a microbatch has rows. Progress is shown under the name `what`. The same settings must always give the
-        same items, which are dataclasses or JSON values. Equal items of a suite have the same answer.
+        `answer_batch` returns the answers to a batch of `batch_items` items, as JSON. The default is the number of rows
+        in a microbatch. Progress is shown under the name `what`. Items are dataclasses or JSON values, and must be the
+        same whenever the settings are the same. Equal items of a suite have the same answer.
         """
         as_json = (dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item for item in items)
         ids = list(map(json_sha256, as_json))
@@ -150,7 +151,7 @@ class Evaluation:
         stop: Sequence[str] = (),
         what: str,
     ) -> Iterator[tuple[T, dict[str, Any]]]:
-        """Yield each item with the `text`, the number of `tokens` and `ended_by` of its completion, as `answers`."""
+        """Yield each item with its completion: `text`, number of `tokens`, `ended_by`. Reuse stored answers."""
         rows = self.run.microbatch_rows
 
         def answer(batch: Sequence[T]) -> list[dict[str, Any]]:
@@ -172,7 +173,7 @@ class Evaluation:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity if the model has diverged so far that a float64 cannot hold it."""
+    """Return exp(loss). If it is too large for a float64, because the model has diverged, return infinity."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -180,7 +181,7 @@ def perplexity(loss: float) -> float:
 
 
 def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
-    """Return the validation sets of text by name, or raise `UserError` if there are none."""
+    """Return the validation sets with text, by name. Raise `UserError` if there are none."""
     text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
     if not text:
         raise UserError(f"suite {suite!r}: no validation set is text; for synthetic tasks, use the suite 'exact_match'")
@@ -188,7 +189,7 @@ def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
 
 
 def require_plain_logits(run: Run, suite: str) -> None:
-    """Raise `UserError` if the model rounds logits. The analyses of attention weights use logits without rounding."""
+    """Raise `UserError` if the model rounds attention logits, because the suite would not round them."""
     if (bits := run.config.model.attention_logit_bits) is not None:
         raise UserError(
             f"model.attention_logit_bits={bits}: the suite {suite!r} would measure attention weights without this "

@@ -1,4 +1,4 @@
-"""Suite `exact_match`: accuracy of a synthetic task on its validation examples (docs/suites.md)."""
+"""Suite `exact_match`: accuracy on the validation examples of a synthetic task (docs/suites.md)."""
 # Axes of arrays: B = rows, T = tokens of a row
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def _chance(tasks: Mapping[str, SyntheticRows], sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the numbers of a model that guesses each answer on its own among a task's possible answers.
+    """Return the numbers of a model that guesses each answer independently.
 
     All examples of a task have the same number of answers.
     """
@@ -38,7 +38,7 @@ def _chance(tasks: Mapping[str, SyntheticRows], sets: Mapping[str, Mapping[str, 
 
 
 def synthetic_sets(run: Run) -> dict[str, SyntheticRows]:
-    """Return name → rows for the validation sets of synthetic tasks. Raise `UserError` if the run has no such set."""
+    """Return the validation sets with synthetic tasks, by name. Raise `UserError` if there are none."""
     tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
     if not tasks:
         raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")

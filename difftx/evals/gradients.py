@@ -34,7 +34,7 @@ _add = jax.jit(functools.partial(jax.tree.map, jnp.add), donate_argnums=0)
 CHECKPOINT = "checkpoint"
 PAIRS = ("query", "key")  # Differential attention has two of each: W_Q1 and W_Q2, W_K1 and W_K2.
 LOGITS = "logits"
-COSINES_OF = (CHECKPOINT, "as_configured")  # Models whose cosines are drawn.
+COSINES_OF = (CHECKPOINT, "as_configured")  # Models for which cosines are drawn.
 TITLES = {
     CHECKPOINT: "of the checkpoint",
     "as_configured": "at initialisation",
@@ -48,7 +48,7 @@ TITLES = {
 def evaluate(evaluation: Evaluation) -> Result:
     """Measure the gradient of the mean validation loss, at the checkpoint and at initialisation.
 
-    In the numbers, a norm covers one matrix in all layers together, and a cosine is the mean over layers.
+    A norm in the numbers covers one matrix over all layers. A cosine is the mean over layers.
     """
     configs = {CHECKPOINT: evaluation.run.config, **initial_configs(evaluation.run.config)}
     numbers, details, cosine_lines = {}, {}, {}
@@ -99,7 +99,7 @@ def initial_configs(config: Config) -> dict[str, Config]:
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
-    """Return the matrices in the parameters of all blocks by name, `[L, …]` each, W_Q1 and W_Q2 separately."""
+    """Return the matrices in the blocks' parameters by name, each `[L, …]`. W_Q1 and W_Q2 are separate entries."""
     by_name = {}
     is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
     for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
@@ -114,7 +114,7 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` for settings or a model that the suite cannot evaluate."""
+    """Raise `UserError` if the suite cannot evaluate the run's settings or model."""
     initial_configs(run.config)
     if ARCHITECTURES[run.config.model.architecture].subtracts:
         require_plain_logits(run, "gradients")
@@ -140,7 +140,7 @@ def _gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
-    """Return a batch's summed loss, its number of counted tokens, and the gradient of the blocks' parameters."""
+    """Return a batch's summed loss, its number of unmasked tokens, and the gradient with respect to the blocks."""
 
     def nll(blocks: Any) -> jax.Array:
         return batch_loss(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
@@ -160,13 +160,13 @@ def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
 
     squares = {name: dot(matrix, matrix) for name, matrix in by_name.items()}
     pairs = {pair: (by_name[f"{pair}_1"], by_name[f"{pair}_2"]) for pair in PAIRS if f"{pair}_1" in by_name}
-    # With several signal heads per noise head, the matrices of a pair differ in shape and have no dot product.
+    # With several signal heads per noise head, the two matrices of a pair differ in shape and have no dot product.
     dots = {pair: dot(a, b) for pair, (a, b) in pairs.items() if a.shape == b.shape}
     return nll, tokens, squares, dots
 
 
 def _logit_cosines(evaluation: Evaluation, name: str, config: Config, params: Any) -> np.ndarray:
-    """Return the cosine of the gradients by the logits of A1 and A2 over all heads and pairs of tokens, `[L]`."""
+    """Return the cosine of dS1 and dS2 (`logit_products`) in each layer, over all heads and token pairs, `[L]`."""
     layout = Layout.of(config.mesh.context_method).for_inference()
     graphdef, limit = graph(config, layout), config.eval.gradients.tokens
     sums_L3 = np.zeros((config.model.num_layers, 3))
@@ -187,7 +187,7 @@ def _logit_products(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Ar
     angles, segment_ids_BT = model.angles(tokens_BT.shape[1], documents["positions_BT"]), documents["segment_ids_BT"]
 
     def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants, change_BTD: jax.Array):
-        """Add `change_BTD` to the residual update of attention. The second result is the input of attention."""
+        """Apply a block, and add `change_BTD` to its attention's residual update. Also return the attention input."""
 
         def attend(h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
             return block.attention(h_BTD, angles, constants, segment_ids_BT)[0] + change_BTD, h_BTD
@@ -222,8 +222,8 @@ def logit_products(
 ) -> jax.Array:
     """Return |dS1|², |dS2|² and dS1·dS2 of each query, summed over keys, float32 `[B, T, H, 3]`.
 
-    S1 and S2 are the logits of A1 and A2 after the factor 1/√d, and `dupdate_BTD` is the gradient of the loss with
-    respect to the residual update. Only for classes with `subtracts = True`.
+    S1 and S2 are the logits of A1 and A2 after the factor 1/√d. `dupdate_BTD` is the gradient of the loss with respect
+    to the residual update. `attention` must be of a class with `subtracts = True`.
     """
     q, k, v = attention.operands(x_BTD, angles, constants)
     heads_BTHE = attention.combined(attention.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)
@@ -240,10 +240,10 @@ def logit_products(
 def _logit_products_on_device(
     q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, dout_BTHE, segment_ids_BT, *, window: int | None
 ) -> jax.Array:
-    """Return the result of `logit_products` for the shard of a device, given the gradient dO of the heads' outputs.
+    """Return the result of `logit_products` for the shard of one device.
 
-    With dP = dO Vᵀ, dS1 = A1 ∘ (dP - rowsum(A1 ∘ dP)) and dS2 = -λ A2 ∘ (dP - rowsum(A2 ∘ dP)). They have one number
-    per pair of tokens, so they are computed in chunks of queries.
+    `dout_BTHE` is the gradient dO of the heads' outputs. With dP = dO Vᵀ, dS1 = A1 ∘ (dP - rowsum(A1 ∘ dP)) and dS2 =
+    -λ A2 ∘ (dP - rowsum(A2 ∘ dP)). These have one number per pair of tokens, so compute them in chunks of queries.
     """
     B, T, H = q_BTHGd.shape[:3]
     K = k_BSKGd.shape[2]
@@ -265,7 +265,7 @@ def _logit_products_on_device(
 
 
 def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *, log_y: bool) -> LineChart:
-    """Return a chart with the layer as its x-axis. With `log_y`, lines that contain a zero are omitted."""
+    """Return a chart with the layer on the x-axis. With `log_y`, omit lines that contain a zero."""
     series = [
         Series(name=line, x=[float(layer) for layer in range(1, len(y_L) + 1)], y=[float(y) for y in y_L])
         for line, y_L in lines.items()

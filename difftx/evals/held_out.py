@@ -1,4 +1,4 @@
-"""Suite `test`: other suites on a test text in place of the validation text (docs/suites.md)."""
+"""Suite `test`: other suites on a test text instead of the validation text (docs/suites.md)."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from difftx.parallel.multihost import print_on_primary
 from difftx.training.run import Run
 
 FIELD = "eval.test.path"
-# Most tokens of test and training text that are compared, because every process reads them from start to end.
+# If both texts together have more tokens, they are not compared, because every process would read all of them.
 MAX_COMPARED_TOKENS = 2**28
 CHUNK_TOKENS = 2**22  # Tokens of whole documents to read at a time.
 
@@ -28,7 +28,7 @@ CHUNK_TOKENS = 2**22  # Tokens of whole documents to read at a time.
 def evaluate(evaluation: Evaluation) -> Result:
     """Run `eval.test.suites` on the test text at `eval.test.path`."""
     run = evaluation.run
-    # The suites share a forward pass over the test text.
+    # The suites share one forward pass over the test text.
     on_test = Evaluation(_on_test(run, test_rows(run)), evaluation.params, evaluation.work)
     results = {suite: SUITES[suite].evaluate(on_test) for suite in run.config.eval.test.suites}
 
@@ -44,10 +44,10 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def test_rows(run: Run) -> PackedRows:
-    """Return the rows of the test text, packed as the rows of the training data.
+    """Return the rows of the test text, packed like the training data.
 
-    Raise `UserError` if `eval.test.path` is not a store of the run's vocabulary, or if the store has two splits, of
-    which one might be training data.
+    Raise `UserError` if `eval.test.path` is not a store with the run's vocabulary. Also raise it if the store has two
+    splits, because one might be training data.
     """
     path = run.config.eval.test.path
     if path is None:
@@ -66,10 +66,9 @@ def test_rows(run: Run) -> PackedRows:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` as `test_rows` does, or if a suite cannot evaluate the test text, or if training includes it.
+    """Raise `UserError` if the test text is invalid (`test_rows`), is also training text, or does not suit a suite.
 
-    Only whole training documents with equal tokens are found. Larger texts than `MAX_COMPARED_TOKENS` are not
-    compared.
+    Only whole documents with equal tokens are found. Texts of more than `MAX_COMPARED_TOKENS` are not compared.
     """
     rows = test_rows(run)
     on_test, settings = _on_test(run, rows), run.config.eval.test
@@ -96,7 +95,7 @@ def check(run: Run) -> None:
 
 
 def _on_test(run: Run, rows: PackedRows) -> Run:
-    """Return the run with the test text in place of its validation sets."""
+    """Return the run with the test text instead of its validation sets."""
     return dataclasses.replace(run, data=dataclasses.replace(run.data, valid={"test": rows}))
 
 

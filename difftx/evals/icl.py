@@ -1,11 +1,11 @@
 """Suite `icl`: classification from demonstrations in the prompt (Figures 6, 7 and 9 of the paper; docs/suites.md).
 
-A demonstration is a labelled text, followed by an empty line. After them comes a question without its label:
+A demonstration is a labelled text, followed by an empty line. The prompt ends with a question without its label:
 
     Question: How far is it from Denver to Aspen ?
     Type: NUM
 
-Each part is tokenised separately, so that a label has the same tokens everywhere.
+Text and label are tokenised separately, so that a label always has the same tokens.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from difftx.training.run import Run
 
 type Accuracies = dict[tuple[str, int], list[float]]  # (order, number of demonstrations) → accuracy per permutation.
 
-STABLE_WITHIN = 0.05  # Accuracies are stable if no two of them differ by more than this.
+STABLE_WITHIN = 0.05  # Accuracies are stable if they all differ by at most this.
 ROUNDING = 1e-9  # Tolerance for rounding errors in accuracies.
 
 
@@ -38,17 +38,17 @@ ROUNDING = 1e-9  # Tolerance for rounding errors in accuracies.
 class Example:
     """A text with its label, as tokens."""
 
-    question: tuple[int, ...]  # Tokens of the text as a question, "Question: …\nType:".
+    question: tuple[int, ...]  # Tokens of "Question: …\nType:".
     label: int  # Index into `IclTask.labels`.
-    demonstration: tuple[int, ...]  # Tokens of the question, the label and an empty line.
+    demonstration: tuple[int, ...]  # Tokens of the question, its label and an empty line.
 
 
 @dataclasses.dataclass(frozen=True)
 class IclItem:
-    """A permutation of demonstrations, after which each question of the task is asked."""
+    """A permutation of demonstrations. Each question of the task is asked after it."""
 
     task: str
-    permutation: tuple[int, ...]  # Indices of the demonstrations, in their order.
+    permutation: tuple[int, ...]  # Indices of the demonstrations, in this order.
     orders: tuple[str, ...]  # Entries of `eval.icl.orders` that produce this permutation.
 
     @property
@@ -60,7 +60,7 @@ class IclTask:
     """The demonstrations, questions and labels of a task. Equal files, settings and tokenizers give equal tasks."""
 
     def __init__(self, run: Run, config: IclTaskConfig):
-        """Read the files. Raise `UserError` if one is invalid, or the context is too short for a demonstration."""
+        """Read the files. Raise `UserError` if one is invalid, or if the context is too short for one demonstration."""
         self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
         self._settings = run.config.eval.icl
         field = f"eval.icl.tasks, {config.name}"
@@ -69,11 +69,11 @@ class IclTask:
             for of_path, path in ((f"{field}.train", config.train), (f"{field}.test", config.test))
         )
         self._label_names = sorted({_one_line(record, config.label) for record in train})
-        # The line break ensures that no label is a prefix of another, as `most_likely` requires.
+        # Thanks to the line break, no label is a prefix of another. `most_likely` requires this.
         self.labels = tuple(self._encode(f" {name}\n") for name in self._label_names)
         rng = np.random.default_rng([self._settings.seed, 0])
         demonstrations = [self._example(train[i]) for i in rng.permutation(len(train))]
-        examples = [self._example(record) for record in test]  # All records are checked, even if not drawn.
+        examples = [self._example(record) for record in test]  # Check all records, even those that are not drawn.
         self.questions = [examples[i] for i in rng.permutation(len(test))[: self._settings.questions]]
         context_length = run.config.data.sequence_length
         # The last token of a label is only a target, so it needs no position in the context.
@@ -88,13 +88,13 @@ class IclTask:
             )
         self._demonstrations = demonstrations[:most]
         self.context_tokens = int(ends[most - 1])  # Number of tokens in the demonstrations that fit.
-        # Numbers of demonstrations, ascending. A number that exceeds the context becomes the largest that fits.
+        # Numbers of demonstrations, ascending. A number that does not fit is replaced by the largest one that does.
         shots = self._settings.shots or [*(2**i for i in range(most.bit_length())), most]
         self.shots = sorted({min(count, most) for count in shots})
 
     @functools.cached_property
     def items(self) -> list[IclItem]:
-        """The permutations of every number of demonstrations, fewest demonstrations first, without duplicates."""
+        """Return the distinct permutations for every number of demonstrations, smallest number first."""
         items = []
         for shots in self.shots:
             orders: dict[tuple[int, ...], list[str]] = {}
@@ -105,7 +105,7 @@ class IclTask:
         return items
 
     def prompts(self, item: IclItem) -> list[Prompt]:
-        """Return a prompt for each question, with the item's demonstrations as its context."""
+        """Return a prompt for each question, with the item's demonstrations as context."""
         demonstrations = (self._demonstrations[i].demonstration for i in item.permutation)
         context = (*self._tokenizer.prefix, *itertools.chain(*demonstrations))
         return [Prompt(context, example.question) for example in self.questions]
@@ -114,7 +114,7 @@ class IclTask:
         """Return `eval.icl.permutations` distinct permutations of `shots` demonstrations, or all if there are fewer."""
         counts = Counter(example.label for example in self._demonstrations[:shots])
         factors = [shots] if order == "random" else [len(counts), *counts.values()]
-        # 21! exceeds any number of permutations to draw, and factorials of thousands would take long to compute.
+        # 21! exceeds any number of permutations to draw. Factorials of thousands would take long to compute.
         limit = min(self._settings.permutations, math.prod(math.factorial(min(n, 21)) for n in factors))
         found: dict[tuple[int, ...], None] = {}
         draws = itertools.count()
@@ -125,9 +125,9 @@ class IclTask:
         return list(found)
 
     def _alternating(self, shuffled: list[int]) -> list[int]:
-        """Return the demonstrations in rounds, each with one demonstration of every label that has any left.
+        """Arrange demonstrations in rounds: each round has one demonstration per label, while any are left.
 
-        Labels, and demonstrations within a label, keep the order of their first occurrence in `shuffled`.
+        Labels, and demonstrations of a label, keep the order of their first occurrence in `shuffled`.
         """
         by_label: dict[int, list[int]] = {}
         for i in shuffled:
@@ -201,7 +201,7 @@ def _guessing(x: Sequence[float], accuracy: float) -> ReferenceLine:
 
 
 def first_stable(means: Sequence[float]) -> int:
-    """Return the first index from which on no two mean accuracies differ by more than `STABLE_WITHIN`."""
+    """Return the first index from which all mean accuracies differ by at most `STABLE_WITHIN`."""
     start = len(means) - 1
     while start > 0 and max(means[start - 1 :]) - min(means[start - 1 :]) <= STABLE_WITHIN + ROUNDING:
         start -= 1
@@ -209,7 +209,7 @@ def first_stable(means: Sequence[float]) -> int:
 
 
 def tasks_of(run: Run) -> list[IclTask]:
-    """Read the tasks of the config, or raise `UserError` if there is none or one is invalid."""
+    """Read the tasks in the config. Raise `UserError` if there are none, or one is invalid."""
     if not run.config.eval.icl.tasks:
         raise UserError("suite 'icl': eval.icl.tasks is empty; name files of examples, see docs/config.md")
     return [IclTask(run, config) for config in run.config.eval.icl.tasks]
@@ -237,7 +237,7 @@ def _details(task: IclTask, accuracies: Accuracies) -> dict[str, Any]:
         "most_frequent_label": max(map(labels.count, labels)) / len(labels),  # Accuracy of always choosing it.
         "shots_that_fit": task.most_shots,
         "tokens_of_these": task.context_tokens,
-        "prompts": len(task.items) * len(task.questions),  # A permutation that both orders share counts once.
+        "prompts": len(task.items) * len(task.questions),  # Count a permutation once if both orders produce it.
         "accuracy_of_each_permutation": [
             {"order": order, "shots": shots, "permutations": len(values), "accuracy": values}
             for (order, shots), values in accuracies.items()
@@ -246,7 +246,7 @@ def _details(task: IclTask, accuracies: Accuracies) -> dict[str, Any]:
 
 
 def _one_line(record: Record, field: str) -> str:
-    """Return a field's text on one line, since a line break ends a label. Raise `UserError` if there is no text."""
+    """Return a field's text on one line, because a line break ends a label. Raise `UserError` if it is blank."""
     text = " ".join(record.text(field).split())
     if not text:
         raise UserError(f"{record.name}: {field} is only white space")

@@ -1,4 +1,4 @@
-"""Helpers of suites that run other suites with changed configs, such as `quantize` and `cache`."""
+"""Helpers for suites that run other suites with changed configs, such as `quantize` and `cache`."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ def evaluate_inner(
 ) -> tuple[dict[str, Number], list[LineChart]]:
     """Run suites with each config. Return the numbers, and a chart for each number that depends on the config.
 
-    `lines` has the configs of each line, with their positions on the x-axis, in ascending order. A line needs two, and
-    the line "" has the name of its suite. `texts` are the `prefix` of the charts' names, the end of their `title`, and
-    the `x_label`.
+    `lines` maps each line of the charts to its configs and their x-values, in ascending order. A line needs at least
+    two configs. The line "" is shown with the name of its suite. `texts` are the `prefix` of the chart names, the end
+    of the `title`, and the `x_label`.
     """
-    # Items with the same config are adjacent, so that suites share a forward pass over the validation data.
+    # Items with the same config are adjacent, so their suites share a forward pass over the validation data.
     items = [(suite, config) for config in configs for suite in suites]
 
     @functools.lru_cache(maxsize=1)
@@ -51,9 +51,10 @@ def evaluate_inner(
 
 
 def named(suite: str, numbers: Numbers, ending: str = "") -> dict[str, Number]:
-    """Return the numbers of an inner suite with the names and labels that they have in the result of the outer suite.
+    """Return the numbers of an inner suite with their names and labels in the outer suite's result.
 
-    A label begins with the name of the suite, unless it does so already, as that of the loss in the suite `loss`.
+    Put the suite's name before each label, unless the label already begins with it, as for the loss in the suite
+    `loss`.
     """
     words = suite.replace("_", " ")
     found = {}
@@ -65,7 +66,7 @@ def named(suite: str, numbers: Numbers, ending: str = "") -> dict[str, Number]:
 
 
 def require_quantizable(field: str, names: Sequence[str]) -> Sequence[str]:
-    """Return the names, or raise `UserError` if one is not that of a suite whose model can be quantised."""
+    """Return `names`. Raise `UserError` if one is not a suite that can run with a quantised model."""
     quantizable = [name for name, suite in SUITES.items() if suite.quantizable]
     for name in names:
         if name not in quantizable:

@@ -14,7 +14,7 @@ from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
-MAX_BLOCKS = 100  # Maximum number of blocks of rows per validation set. More would hardly narrow an interval.
+MAX_BLOCKS = 100  # Maximum number of blocks of rows per validation set. More would hardly narrow a confidence interval.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -33,11 +33,11 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` if the rows that the suite reads of a validation set have no target that counts in the loss."""
+    """Raise `UserError` if the rows to score in a validation set have no target that counts in the loss."""
     limit_tokens = run.config.eval.loss_tokens
     for source in run.data.valid.values():
         rows = ordered_rows(source, limit_tokens)
-        # With prompts, a whole row can be part of a prompt. Usually, the first row has a target, and no more are read.
+        # A prompt can fill a whole row. Usually the first row already has a target, so no more rows are read.
         if not any(source[index]["loss_mask"].any() for index in range(rows)):
             raise UserError(
                 f"suite 'loss': the first {rows} rows of {source.name} (eval.loss_tokens={limit_tokens}) have no "
@@ -48,9 +48,9 @@ def check(run: Run) -> None:
 
 
 def _score_set(evaluation: Evaluation, name: str) -> dict[str, Any]:
-    """Return a set's loss, bits per byte and size. End-of-document tokens contribute to the loss, but have no bytes.
+    """Return a set's loss, bits per byte and size. End-of-text tokens contribute to the loss, but have no bytes.
 
-    `blocks` splits the set into consecutive rows, for comparisons of two models on the same targets.
+    `blocks` has sums over consecutive rows, to compare two models on the same targets.
     """
     run = evaluation.run
     byte_counts = np.array([len(value or b"") for value in run.tokenizer.token_bytes])
@@ -68,7 +68,7 @@ def _score_set(evaluation: Evaluation, name: str) -> dict[str, Any]:
     sums = [block.sum(axis=0) for block in np.array_split(np.array(rows), min(len(rows), MAX_BLOCKS))]
     blocks = {"nats": [float(n) for n, _ in sums], "tokens": [int(t) for _, t in sums]}
     scores = {"loss": nats / tokens, "tokens": tokens, "blocks": {**blocks, "targets_sha256": targets.hexdigest()}}
-    if not text_bytes:  # A synthetic task, or text of which only end-of-document tokens count.
+    if not text_bytes:  # This is a synthetic task, or only end-of-text tokens count.
         return scores
     return {**scores, "bits_per_byte": nats / math.log(2) / text_bytes, "bytes": text_bytes}
 

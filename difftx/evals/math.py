@@ -1,6 +1,6 @@
 """Suite `math`: accuracy and length of answers to word problems (Appendix C of the paper at ICLR; docs/suites.md).
 
-A prompt has demonstrations, which are solved problems, then a question. A demonstration, followed by an empty line, is:
+A prompt consists of demonstrations (solved problems) and a question. A demonstration ends with an empty line:
 
     Question: A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?
     Answer: It takes 2/2=1 bolt of white fiber. So the total amount of fabric is 2+1=3 bolts. The answer is 3.
@@ -27,10 +27,10 @@ from difftx.storage.paths import path_of
 from difftx.training.run import Run
 
 STOP = ("\nQuestion:",)  # After its answer, the model may continue with a new problem.
-NUDGE = " Let's think step by step."  # Ends prompts without demonstrations (arXiv 2205.11916).
-ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers of GSM8K.
-# Time limit of math-verify to parse or compare expressions. An answer that takes longer counts as wrong. math-verify
-# uses SIGALRM, which works only in the main thread.
+NUDGE = " Let's think step by step."  # End of prompts without demonstrations (arXiv 2205.11916).
+ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers in GSM8K.
+# Time limit for math-verify to parse or compare expressions. An answer that takes longer counts as wrong. math-verify
+# uses SIGALRM, so it only works in the main thread.
 SECONDS = 5
 # Metric of a task → unit and better direction.
 METRICS: dict[str, tuple[str, Better]] = {
@@ -39,33 +39,33 @@ METRICS: dict[str, tuple[str, Better]] = {
     "truncated": ("share", None),
 }
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
-SHOWN = 3  # Number of answers per task in the details, each truncated to `SHOWN_CHARACTERS`.
+SHOWN = 3  # Answers per task in the details, each truncated to `SHOWN_CHARACTERS`.
 SHOWN_CHARACTERS = 4000
 BOXED = r"\boxed{"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How to make a `Problem` of a record of a published data set."""
+    """How to make a `Problem` from a record of a published data set."""
 
-    question: tuple[str, ...]  # Fields whose texts form the question, in this order.
-    solution: str | None  # Field of the reasoning; None: the set has none.
-    answer: str  # Field of the answer.
+    question: tuple[str, ...]  # Fields that form the text of the question, in this order.
+    solution: str | None  # Field with the reasoning, or None.
+    answer: str  # Field with the answer.
     join: str = " "  # Separator between the fields of the question.
     optional: tuple[str, ...] = ()  # Fields of the question that may be missing, null or empty.
-    removed_from_solution: str = "(?!)"  # Regular expression of text to remove; (?!) matches nothing.
-    answer_pattern: str = r"(?s)(.*)"  # Regular expression whose group is the answer within the field `answer`.
+    removed_from_solution: str = "(?!)"  # Regular expression for text to remove. (?!) matches nothing.
+    answer_pattern: str = r"(?s)(.*)"  # Regular expression. Its group is the answer within the field `answer`.
     latex: bool = False  # Whether answers are LaTeX.
 
 
-# The names of fields follow the data sets' own repositories, or the Hugging Face hub for ASDiv, SVAMP and MAWPS. Most
-# evaluations of mathematical models read MAWPS and CARP with these names.
+# Field names are those in the data sets' own repositories, or on the Hugging Face Hub for ASDiv, SVAMP and MAWPS. Most
+# evaluations of mathematical models use these names for MAWPS and CARP.
 FORMATS: Mapping[MathFormat, Format] = {
     "gsm8k": Format(
         question=("question",),
         solution="answer",
         answer="answer",
-        removed_from_solution=r"<<.*?>>|####[\s\S]*",  # Annotations for a calculator, and the final answer.
+        removed_from_solution=r"<<.*?>>|####[\s\S]*",  # Calculator annotations, and the final answer.
         answer_pattern=r"(?s).*####\s*(.+)",
     ),
     "math": Format(question=("problem",), solution="solution", answer="answer", latex=True),
@@ -90,10 +90,10 @@ class Problem:
 
     name: str  # File and line number, for error messages.
     question: str
-    solution: str | None  # The reasoning; None: the set has none.
+    solution: str | None  # The reasoning. None if the set has none.
     answer: str
     latex: bool  # Whether the answer is LaTeX.
-    choices: tuple[str, ...]  # Texts, one of which is the answer; empty if any answer may be given.
+    choices: tuple[str, ...]  # Texts to choose the answer from. Empty if any answer may be given.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,9 @@ class MathItem(Request):
 
 
 def items_of(run: Run, config: MathTaskConfig) -> list[MathItem]:
-    """Return the requests of a task. The same files, settings and tokenizer always give the same ones.
+    """Return the requests of a task. The same files, settings and tokenizer always give the same requests.
 
-    All prompts have the same demonstrations. Raise `UserError` for an invalid file or a long prompt.
+    All prompts have the same demonstrations. Raise `UserError` if a file is invalid or a prompt is too long.
     """
     settings, context_length = run.config.eval.math, run.config.data.sequence_length
     rng = np.random.default_rng(settings.seed)
@@ -154,13 +154,13 @@ def _demonstrations(settings: MathConfig, config: MathTaskConfig, field: str, rn
 
 
 def read_problems(path: str, name: MathFormat, *, field: str) -> list[Problem]:
-    """Return the problems of a file in the format `name`. Errors name the config field `field`, which has the path."""
+    """Return the problems in a file of format `name`. Errors mention the config field `field`, which has the path."""
     records = read_records(path_of(field, path), field=field, what="problems")
     return [_problem(record, name, FORMATS[name]) for record in records]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{…} in a text, with nested braces, or None if it is missing or unclosed."""
+    r"""Return the content of the last \boxed{…} in a text, with nested braces. None if it is missing or unclosed."""
     start = text.rfind(BOXED)
     depth = 0
     for end in range(start + len(BOXED) - 1, len(text) if start >= 0 else 0):
@@ -174,7 +174,7 @@ def _problem(record: Record, name: MathFormat, form: Format) -> Problem:
     parts = [_part(record, field) for field in form.question if field not in form.optional or record.values.get(field)]
     choices = record.values.get("choices") if "choices" in form.question else None
     solution = None if form.solution is None else _scalar(record, form.solution)
-    # The original set MATH has no answer field: the solution contains the answer in \boxed{…}.
+    # In the original MATH set, there is no answer field: the solution contains the answer in \boxed{…}.
     if name == "math" and solution is not None and form.answer not in record.values:
         answer = last_boxed(solution)
     else:
@@ -206,7 +206,7 @@ def _scalar(record: Record, field: str) -> str:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Generate an answer to each problem, and return each task's numbers and their means over tasks."""
+    """Generate an answer to each problem. Return each task's numbers, and their means over tasks."""
     by_task, details, lines = {}, {}, []
     temperature = evaluation.run.config.eval.math.temperature
     sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=None, top_p=None)
@@ -246,7 +246,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def open_tasks(run: Run) -> dict[str, list[MathItem]]:
-    """Return the items of each task. Raise `UserError` if there is none, one is invalid, or math-verify is missing."""
+    """Return the items of each task. Raise `UserError` if there are none, one is invalid, or math-verify is missing."""
     check_suites(["math"])
     if not run.config.eval.math.tasks:
         raise UserError("suite 'math': eval.math.tasks is empty; set it to files of problems (docs/config.md)")
@@ -254,10 +254,10 @@ def open_tasks(run: Run) -> dict[str, list[MathItem]]:
 
 
 def is_right(text: str, problem: Problem) -> bool:
-    """Return whether a text's final answer and the problem's answer are the same text or the same mathematical object.
+    """Return whether a text's final answer equals the problem's answer, as text or as a mathematical object.
 
-    If a text has no final answer, math-verify looks for a number or expression in the whole text. For problems with
-    choices, only the same text is right.
+    If the text has no final answer, math-verify looks for a number or expression in the whole text. For problems with
+    choices, the texts must be the same.
     """
     math_verify = import_extra("math_verify", "eval")
     final = final_answer(text)
@@ -283,7 +283,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _plain(answer: str) -> str:
-    r"""Return an answer in lower case, without dollar signs, \text{…} and similar, extra space or a final period."""
+    r"""Return an answer in lower case, without dollar signs, \text{…} and similar, extra spaces or a final period."""
     bare = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", answer)
     return " ".join(bare.replace("$", "").casefold().split()).rstrip(".")
 

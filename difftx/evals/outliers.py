@@ -1,14 +1,14 @@
 """Suite `outliers`: largest and median logits and hidden states (Table 5 of the Differential Transformer paper).
 
-The order statistics are exact, although the magnitudes do not fit in memory: the devices compute them by radix
-selection. Read as integers, the bits of non-negative float32 values have the same order as the values. A first pass
-counts the high 16 bits (the high digit) of all magnitudes. The counts show which high digits the requested values have.
-A second pass counts the low 16 bits of the magnitudes with one of these high digits. Both passes run the same program,
-so a magnitude has the same bits in both.
+The order statistics are exact, even though the magnitudes do not fit into memory: the devices use radix selection.
+Non-negative float32 values have the same order as their bits, read as integers. The first pass counts the high 16 bits
+(high digit) of all magnitudes. These counts show the high digits of the requested values. The second pass counts the
+low 16 bits of the magnitudes with one of these high digits. Both passes run the same program, so that a magnitude has
+the same bits in both.
 """
 # Axes of arrays: B = rows of a batch, T = query tokens, S = key tokens (= T), D = model width, H = heads,
 # K = key/value heads, R = H / K, G = groups (A1 and A2), C = queries of a chunk, N = devices,
-# P = slots, one for each high digit whose low digits are counted, V = values of a digit
+# P = slots, one per high digit whose low digits are counted, V = values of a digit
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -34,18 +34,19 @@ from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
 KINDS = ("logits", "hidden")
-CHUNK_VALUES = 2**20  # Number of hidden-state values in a chunk. `xla.CHUNK_WEIGHTS` bounds a chunk of logits.
+CHUNK_VALUES = 2**20  # Hidden-state values per chunk. For logits, `xla.CHUNK_WEIGHTS` is the limit.
 DIGIT_BITS = 16
 V = 2**DIGIT_BITS
 
-# uint32 `[N, P, 2, V]`, sharded over all devices. Each count has a low and a high word, since one word could overflow.
+# uint32 `[N, P, 2, V]`, sharded over all devices. Each count has a low and a high word, because one word could
+# overflow.
 type Counts = jax.Array
 
 
 class Digit(NamedTuple):
-    """The 16 bits that a pass counts in the magnitudes whose high digit has a slot."""
+    """The 16 bits to count in a pass, for the magnitudes whose high digit has a slot."""
 
-    slot_V: np.ndarray  # Slot of each high digit, uint32; P, the number of slots, if it has none.
+    slot_V: np.ndarray  # Slot of each high digit, uint32. P, the number of slots, if it has none.
     shift: np.uint32  # Position of the lowest of the 16 bits.
 
 
@@ -53,12 +54,12 @@ class Statistics(NamedTuple):
     """The order statistics of one set of magnitudes."""
 
     count: int
-    top: dict[int, float]  # Values by rank; the largest value has rank 1.
+    top: dict[int, float]  # Values by rank. The largest value has rank 1.
     median: float  # For an even count, the mean of the two middle values.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Return the largest and median magnitudes of logits and hidden states in each validation set, exactly."""
+    """Return the exact largest and median magnitudes of logits and hidden states in each validation set."""
     run, settings = evaluation.run, evaluation.run.config.eval.outliers
     graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).with_whole_rows())
     passes = iter(range(1, 3))
@@ -90,7 +91,7 @@ def _add_batch(
     angles = model.angles(batch.tokens_BT.shape[1], batch.positions_BT)
     per_device = P(jax.sharding.get_abstract_mesh().axis_names)
     over_rows, _, over_heads, _ = layout.attend_BTHE
-    own_HG = jax.sharding.reshard(jnp.asarray(_is_own(model.config)), P(over_heads))
+    counted_HG = jax.sharding.reshard(jnp.asarray(_heads_to_count(model.config)), P(over_heads))
     by_row = jax.sharding.reshard((real_BT, ids_BT), P(over_rows))
 
     def layer(carry: tuple[jax.Array, Mapping[str, Counts]], block: Block, constants: LayerConstants):
@@ -102,7 +103,7 @@ def _add_batch(
         keys = layout.attend_BTHGd
         count_logits = add(add_logits, in_specs=(per_device, keys, keys, P(over_heads), P(over_rows), P()))
         count_hidden = add(_add_hidden, in_specs=(per_device, layout.act_BTD, layout.act_BT, P()))
-        logits = count_logits(counts["logits"], q, k, own_HG, by_row, digits["logits"])
+        logits = count_logits(counts["logits"], q, k, counted_HG, by_row, digits["logits"])
         hidden = count_hidden(counts["hidden"], x_BTD, real_BT, digits["hidden"])
         return (x_BTD, {"logits": logits, "hidden": hidden}), None
 
@@ -110,8 +111,8 @@ def _add_batch(
     return counts
 
 
-def _is_own(config: ModelConfig) -> np.ndarray:
-    """Return which heads and groups to count, bool `[H, G]`. Of the copies of a noise head, only the first counts."""
+def _heads_to_count(config: ModelConfig) -> np.ndarray:
+    """Return which heads and groups to count, bool `[H, G]`. Of a noise head's copies, count only the first."""
     heads, signal_heads = heads_of(config), getattr(config.own, "signal_heads", None)
     if heads.groups == 1 or signal_heads is None:  # With one group, noise queries are not copied.
         return np.ones((heads.query_heads // heads.groups, heads.groups), bool)
@@ -119,13 +120,13 @@ def _is_own(config: ModelConfig) -> np.ndarray:
     return np.stack([np.ones_like(is_first_H), is_first_H], axis=1)
 
 
-def _add_logits(counts_1P2V, q_BTHGd, k_BTKGd, own_HG, by_row, digit, *, window, shared):
+def _add_logits(counts_1P2V, q_BTHGd, k_BTKGd, counted_HG, by_row, digit, *, window, shared):
     """Add one device's logits to its counts, in chunks of queries."""
     real_BT, ids_BT = by_row
     B, _, H, G, _ = q_BTHGd.shape
     K = k_BTKGd.shape[2]
-    counted_BTHG = real_BT[:, :, None, None] & own_HG[None, None]
-    if shared:  # All devices along the mesh axis `context` have the same logits, and only the first one counts them.
+    counted_BTHG = real_BT[:, :, None, None] & counted_HG[None, None]
+    if shared:  # Devices along the mesh axis `context` have the same logits, so only the first one counts them.
         counted_BTHG &= jax.lax.axis_index("context") == 0
 
     def chunk(counts_P2V: jax.Array, arrays: dict[str, Any]) -> tuple[jax.Array, None]:
@@ -141,7 +142,7 @@ def _add_logits(counts_1P2V, q_BTHGd, k_BTKGd, own_HG, by_row, digit, *, window,
 def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
     """Add one device's hidden states to its counts, in chunks of tokens."""
     D = out_BTD.shape[2]
-    # All devices along the mesh axis `tensor` have the same hidden states, and only the first one counts them.
+    # Devices along the mesh axis `tensor` have the same hidden states, so only the first one counts them.
     counted = (real_BT & (jax.lax.axis_index("tensor") == 0)).reshape(-1)
     size = min(len(counted), max(1, CHUNK_VALUES // D))
     count = -(-len(counted) // size)
@@ -158,9 +159,9 @@ def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
 def order_statistics(
     count: Callable[[Mapping[str, Digit]], Mapping[str, np.ndarray]], names: Sequence[str], ranks: Sequence[int]
 ) -> dict[str, Statistics]:
-    """Return the statistics of sets of magnitudes at the given ranks, from two passes over the values.
+    """Return statistics of sets of magnitudes at the given ranks, from two passes over the values.
 
-    In each pass, `count` gets the digit to count in each set, and returns the counts of each set, int64 `[P, V]`.
+    In each pass, `count` receives the digit to count in each set. It returns the counts of each set, int64 `[P, V]`.
     """
     everything = Digit(np.zeros(V, np.uint32), np.uint32(DIGIT_BITS))
     high = {name: counts_PV[0] for name, counts_PV in count(dict.fromkeys(names, everything)).items()}
@@ -179,17 +180,17 @@ def order_statistics(
 
 
 def slots_for(ranks: Sequence[int]) -> int:
-    """Return the largest possible number of high digits of the requested values: one per rank, two for the median."""
+    """Return the maximum number of high digits among the requested values: one per rank, and two for the median."""
     return len(ranks) + 2
 
 
 def no_counts(mesh: jax.sharding.Mesh, slots: int) -> Counts:
-    """Return counts of zero, sharded over all devices."""
+    """Return zero counts, sharded over all devices."""
     return jnp.zeros((mesh.size, slots, 2, V), jnp.uint32, out_sharding=P(mesh.axis_names))
 
 
 def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, digit: Digit) -> jax.Array:
-    """Add the magnitudes of `values`, fewer than 2**32, where `counted` is True to one device's counts."""
+    """Add the magnitudes of `values`, fewer than 2**32, to one device's counts. Only add those with `counted` True."""
     slots = counts_P2V.shape[0]
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Clears the sign bit.
     slot = jnp.asarray(digit.slot_V)[bits >> DIGIT_BITS]
@@ -207,7 +208,7 @@ def summed(counts: Counts) -> np.ndarray:
 
 @jax.jit
 def _sum_of_halves(counts_NP2V: Counts) -> jax.Array:
-    # Halves of words are summed, since a sum of 16-bit numbers over up to 65,536 devices fits in 32 bits.
+    # Sum halves of words: a sum of 16-bit numbers over up to 65,536 devices fits into 32 bits.
     halves = [counts_NP2V[:, :, word] >> shift & (V - 1) for word in range(2) for shift in (0, DIGIT_BITS)]
     return jax.sharding.reshard(jnp.sum(jnp.stack(halves, axis=2), axis=0), P())
 
@@ -215,7 +216,7 @@ def _sum_of_halves(counts_NP2V: Counts) -> jax.Array:
 def _statistics(
     high_V: np.ndarray, low_PV: np.ndarray, digit: Digit, indices: Sequence[int], ranks: Sequence[int]
 ) -> Statistics:
-    """Return a set's statistics from its counts. `indices` are positions of values in ascending order of magnitude."""
+    """Return a set's statistics from its counts. `indices` are positions in ascending order of magnitude."""
     until_V = np.cumsum(high_V)
 
     def value_at(index: int) -> float:

@@ -14,12 +14,15 @@ from difftx.evals.result import LineChart, Number, Result, Series
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
-POINTS = 64  # Most points of a curve. They are evenly spaced, because long positions are what the curve is about.
-ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Half-width of a 95 % interval, in standard errors.
+POINTS = 64  # Maximum number of points per curve, evenly spaced, because long positions matter most.
+ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Half-width of a 95 % confidence interval, in standard errors.
 
 
 class DocumentStarts:
-    """A `RowSource` of the first T tokens of documents with more than T tokens, at most `limit` evenly spaced ones."""
+    """The first T tokens of documents with more than T tokens, as a `RowSource`.
+
+    If there are more than `limit` such documents, take evenly spaced ones.
+    """
 
     def __init__(self, store: TokenStore, sequence_length: int, limit: int):
         offsets = store.offsets.view(np.int64)
@@ -48,7 +51,7 @@ class DocumentStarts:
 def evaluate(evaluation: Evaluation) -> Result:
     """Average the loss over the first 1, 2, … T targets of long documents. `loss` is the average over all T."""
     sources, length = long_documents(evaluation.run), evaluation.run.config.data.sequence_length
-    # The averages over the first few targets are several times as large, and would set the scale of the y-axis.
+    # The averages over the first few targets are several times larger, and would set the scale of the y-axis.
     positions = np.unique(np.ceil(np.linspace(0, length, POINTS + 1)[1:]).astype(int))
     sets, series = {}, []
     for name, source in sources.items():
@@ -74,7 +77,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def long_documents(run: Run) -> dict[str, DocumentStarts]:
-    """Return the long documents of each validation set of text, or raise `UserError` if there are none."""
+    """Return the long documents in each validation set with text. Raise `UserError` if there are none."""
     length, limit = run.config.data.sequence_length, run.config.eval.position_documents
     sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text_sets(run, "position").items()}
     if not any(len(source) for source in sources.values()):
@@ -87,7 +90,7 @@ def long_documents(run: Run) -> dict[str, DocumentStarts]:
 
 
 def _curve(name: str, nll_NT: np.ndarray, positions: np.ndarray) -> Series:
-    """Return the average loss up to each of `positions`, which count from 1, with a 95 % band if N > 1."""
+    """Return the average loss up to each of `positions`, which count from 1. If N > 1, add a 95 % band."""
     averages = np.cumsum(nll_NT, axis=1, dtype=np.float64)[:, positions - 1] / positions
     mean = averages.mean(axis=0)
     curve = Series(name=name, x=positions.astype(float).tolist(), y=mean.tolist())

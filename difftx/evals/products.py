@@ -1,6 +1,6 @@
-"""The products with weights of a model, rounded: errors and outliers by layer, and ranges for static scales.
+"""Measure rounded products with weights: errors and outliers by layer, and ranges for static scales.
 
-Suite `quantize` measures them with `eval.quantize.rounded` = "products".
+The suite `quantize` uses this module if `eval.quantize.rounded` is "products".
 """
 # Axes: B = rows of a batch, T = tokens, D = model width, L = layers, P = products of a layer
 
@@ -23,8 +23,8 @@ from difftx.model.products import COMPUTE_DTYPE
 from difftx.training.state import graph
 
 UNROUNDED = "16_bits"
-STATIC = "_static"  # Ending of the names of precisions with static scales of activations.
-# Line of the chart → precisions, with the bits of a weight.
+STATIC = "_static"  # Suffix of precisions with static activation scales.
+# Line of the chart → precisions, with the bits per weight.
 LINES = {
     "weights only": {"int4_weights": 4.0, "int8_weights": 8.0},
     "weights and activations": {"int8": 8.0},
@@ -35,10 +35,10 @@ LINES = {
 
 
 def observe(evaluation: Evaluation, modes: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return sums over the products of the first `eval.quantize.calibration_tokens` tokens of each training source.
+    """Return sums over the products for the first `eval.quantize.calibration_tokens` tokens of each training source.
 
-    Arrays are `[L, P]`: "largest" magnitude of the inputs, the sum of their "squares", their "count", the sum of the
-    squared "outputs", and for each of `modes` the sum of the squared differences of its outputs.
+    All arrays are `[L, P]`. "largest", "squares" and "count" describe the inputs: largest magnitude, sum of squares,
+    and number. "outputs" is the sum of squared outputs. Each of `modes` has the sum of squared errors of its outputs.
     """
     run = evaluation.run
     plain = graph(run.config.but(model={"matmul": COMPUTE_DTYPE, "matmul_ranges": (), "remat": "none"}))
@@ -84,7 +84,7 @@ def _observe(graphdef: nnx.GraphDef, modes: Sequence[str], params: Any, batch: B
 
 
 def configs_of(config: Config, names: Iterable[str], ranges_LP: np.ndarray) -> dict[str, Config]:
-    """Return a config for each precision, by name, after that of the model without rounding."""
+    """Return the config for each precision by name. The first is that of the unrounded model."""
     configs = {UNROUNDED: config.but(model={"matmul": COMPUTE_DTYPE})}
     for name in names:
         static = {"matmul_ranges": tuple(ranges_LP.ravel().tolist()), "remat": "none"} if name.endswith(STATIC) else {}

@@ -10,8 +10,8 @@ from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.model.architectures import ARCHITECTURES
 
-UNQUANTIZED = 16  # Number of bits that stands for no quantisation.
-# What `eval.quantize.rounded` names, in the plural and in the singular.
+UNQUANTIZED = 16  # Number of bits that means no quantisation.
+# Values of `eval.quantize.rounded` → plural and singular, for texts.
 ROUNDED = {
     "logits": ("attention logits", "an attention logit"),
     "operands": ("queries, keys and values", "a query, key or value"),
@@ -19,7 +19,7 @@ ROUNDED = {
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run `eval.quantize.suites` with each of `eval.quantize.bits` or `eval.quantize.products`, and unrounded."""
+    """Run `eval.quantize.suites` unrounded, and with each of `eval.quantize.bits` or `eval.quantize.products`."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
     if settings.rounded == "products":
         return _evaluate_products(evaluation)
@@ -33,7 +33,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def _evaluate_products(evaluation: Evaluation) -> Result:
-    """Run `eval.quantize.suites` with products in each of `eval.quantize.products`, and measure these by layer."""
+    """Run `eval.quantize.suites` with each precision in `eval.quantize.products`, and measure the products by layer."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
     modes = list(dict.fromkeys(name.removesuffix(products.STATIC) for name in settings.products))
     found = products.observe(evaluation, modes)
@@ -47,7 +47,7 @@ def _evaluate_products(evaluation: Evaluation) -> Result:
 
 
 def quantized(config: Config, bits: int) -> Config:
-    """Return the config with attention in `bits` bits, and an attention implementation that supports it."""
+    """Return the config with attention in `bits` bits, and with an attention implementation that supports it."""
     model, settings = config.model, config.eval.quantize
     chosen = None if bits == UNQUANTIZED else bits
     if settings.rounded == "operands":

@@ -1,4 +1,4 @@
-"""Suite `recall`: validation loss of the token sets AR-Hit and Others of Zoology (arXiv 2312.04927; docs/suites.md)."""
+"""Suite `recall`: validation loss on Zoology's token sets AR-Hit and Others (arXiv 2312.04927; docs/suites.md)."""
 # Axes of arrays: T = tokens of a row
 
 import functools
@@ -16,13 +16,13 @@ from difftx.evals.result import Number, Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
-SLICES = {"ar_hit": "AR-Hit", "others": "others"}  # Name of a set of tokens in the numbers → in labels.
-# Training evaluates a run many times, and counting the bigrams of its text takes long.
+SLICES = {"ar_hit": "AR-Hit", "others": "others"}  # Name of a token set in the numbers → in labels.
+# Cached, because a training run is evaluated many times, and counting the bigrams of its text takes long.
 _count_once = functools.lru_cache(maxsize=1)(count_bigrams)
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Average the loss of each slice. The numbers are unweighted means over validation sets."""
+    """Average the loss over each token set. The numbers are unweighted means over validation sets."""
     run = evaluation.run
     counts, limit = training_counts(run), run.config.eval.recall_max_bigram_count
     sets = {name: _score_set(evaluation, name, counts, limit) for name in text_sets(run, "recall")}
@@ -41,7 +41,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.ndarray:
     """Return which targets end a bigram that occurs earlier in the row, and at most `limit` times in training."""
-    # Exclude targets outside the loss mask, which may not be the next token, and bigrams that cross documents.
+    # Exclude bigrams that cross documents, and targets outside the loss mask, which may not be the next token.
     counted = np.flatnonzero((row["loss_mask"] > 0) & (row["tokens"] != end_of_text))
     bigrams = as_bigrams(row["tokens"][counted], row["targets"][counted])
     documents = row.get("segment_ids", np.zeros(len(row["tokens"]), np.int32))[counted]
@@ -66,10 +66,10 @@ def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: i
 
 
 def training_counts(run: Run) -> BigramCounts:
-    """Return the counts of bigrams in the training data, or raise `UserError` if the config does not provide them."""
+    """Return the bigram counts of the training data. Raise `UserError` if the config does not provide them."""
     text_sets(run, "recall")
     settings, data = run.config.eval, run.config.data
-    # Sources by name, with their paths, which have a nonzero weight at the start or in a stage of the training.
+    # Name → path of the sources with a nonzero weight, at the start or in a later stage of the training.
     names = {
         source.name: source.path
         for i, source in enumerate(data.sources)

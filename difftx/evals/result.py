@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from difftx.errors import UserError
 
-MAX_DECIMALS = 6  # Numbers that need more decimals side by side are formatted one by one.
+MAX_DECIMALS = 6  # Format numbers one by one if aligned columns would need more decimals.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceLine(Series):
-    """A line that is not a measurement of the model, such as the accuracy of guessing. It is drawn dashed and grey."""
+    """A line that is not a measurement, such as the accuracy of guessing. It is drawn dashed and grey."""
 
     is_reference: Literal[True] = True
 
@@ -39,20 +39,20 @@ class LineChart:
     series: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
-    over_steps: bool = False  # Whether the report also draws y over training steps, with one line per x.
+    over_steps: bool = False  # Whether the report also draws y over training steps, one line per x.
     kind: Literal["line"] = "line"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScatterChart(LineChart):
-    """Points over a common x-axis, without lines between them because the order of x has no meaning."""
+    """Points over a common x-axis. They are not connected, because the order of x has no meaning."""
 
     is_scatter: Literal[True] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heatmap:
-    """A table of values, drawn as colours. Its first row is at the top."""
+    """A table of values, drawn as colours. The first row is at the top."""
 
     name: str
     title: str
@@ -60,10 +60,10 @@ class Heatmap:
     y_label: str
     x: Sequence[float | str]
     y: Sequence[float | str]
-    values: Sequence[Sequence[float | None]]  # One list per row; None: no value.
+    values: Sequence[Sequence[float | None]]  # One list per row. None: no value.
     value_label: str
-    low: float | None = None  # Lower end of the colour scale; None: the smallest value.
-    high: float | None = None  # Upper end of the colour scale; None: the largest value.
+    low: float | None = None  # Lower end of the colour scale. None: the smallest value.
+    high: float | None = None  # Upper end of the colour scale. None: the largest value.
     kind: Literal["heatmap"] = "heatmap"
 
 
@@ -71,11 +71,11 @@ type Better = Literal["lower", "higher"] | None
 
 
 class Number(float):
-    """A number of a result, which says what it is. Arithmetic returns plain numbers."""
+    """A number in a result, with its unit, better direction and label. Arithmetic returns plain numbers."""
 
     unit: str  # "": none.
     better: Better  # None: neither direction.
-    label: str  # Name for readers. By default, it is the number's name in the result, with spaces for underscores.
+    label: str  # Name for readers. The default is the name in the result, with spaces for underscores.
     chance: float | None  # The number of a model that guesses.
 
     def __new__(
@@ -94,25 +94,25 @@ class Number(float):
         return number
 
     def but(self, **changes: Any) -> "Number":
-        """Return the number with other attributes."""
+        """Return the number with some attributes changed."""
         return Number(self, **vars(self) | changes)
 
     @property
     def axis(self) -> str:
-        """The label of an axis of such numbers."""
+        """The axis label for such numbers."""
         return self.label if self.unit in ("", self.label) else f"{self.label} ({self.unit})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a suite, which can be written as JSON."""
+    """The result of a suite. It can be written as JSON."""
 
-    numbers: Mapping[str, Number]  # Numbers that are compared between runs and plotted over steps.
+    numbers: Mapping[str, Number]  # Compared between runs, and plotted over steps.
     details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Further results, as JSON.
     charts: Sequence[LineChart | Heatmap] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
-        """Make numbers of plain values, and give labels to those that have none."""
+        """Convert plain values to `Number`, and set missing labels."""
         numbers = {}
         for name, value in self.numbers.items():
             number = value if isinstance(value, Number) else Number(_plain(value, f"Result.numbers[{name!r}]"))
@@ -121,7 +121,7 @@ class Result:
 
 
 def read_numbers(result: Mapping[str, Any]) -> dict[str, Number]:
-    """Return the numbers in a result as JSON."""
+    """Read the numbers of a result in JSON form."""
     return {name: Number(value, **result["measures"][name]) for name, value in result["numbers"].items()}
 
 
@@ -137,10 +137,10 @@ def format_value(value: Any) -> str:
 
 
 def format_together(values: Sequence[Any], *, digits: int = 4, signed: bool = False) -> list[str]:
-    """Format values that are read side by side, as in a row of a table, with as many decimals for all of them.
+    """Format values that are read side by side, as in a table row, with the same number of decimals.
 
-    The largest has `digits` significant digits at least, and the smallest two, so that 1.37 is 1.370 beside 1.342.
-    Numbers of very different sizes are formatted one by one. With `signed`, all numbers have a sign.
+    The largest value has at least `digits` significant digits, and the smallest at least two, so 1.37 becomes 1.370
+    next to 1.342. Numbers of very different sizes are formatted one by one. With `signed`, all numbers have a sign.
     """
     numbers = [float(x) for x in values if isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)]
     sizes = [math.floor(math.log10(abs(x))) for x in numbers if x]
@@ -158,14 +158,14 @@ def format_together(values: Sequence[Any], *, digits: int = 4, signed: bool = Fa
 
 
 def signed_change(before: float, value: float, *, relative: bool = True) -> str:
-    """Return the difference of two values with its sign and, if `relative`, as a percentage of the first value."""
+    """Return the signed difference of two values, and if `relative`, also as a percentage of the first value."""
     share = f" ({(value - before) / abs(before):+.2%})" if before and relative else ""
     (difference,) = format_together([value - before], digits=3, signed=True)
     return f"{difference}{share}".replace("-", "−")
 
 
 def _plain(value: Any, name: str) -> float:
-    """Return a number of Python, NumPy or JAX as one of Python. Raise `UserError` for other values."""
+    """Convert a Python, NumPy or JAX number to a Python number. Raise `UserError` for other values."""
     number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
     if not isinstance(number, int | float):
         raise UserError(f"{name}={value!r} is not a number; convert it, as in float(…)")

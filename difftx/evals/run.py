@@ -1,4 +1,4 @@
-"""Run evaluation suites on a model, write their results, and find stored results that can be reused."""
+"""Run evaluation suites on a model, write their results, and find stored results to reuse."""
 
 import dataclasses
 import json
@@ -28,13 +28,13 @@ from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
-# Entries of `dependencies` that a result records, so that the report can compare those of two runs.
+# Entries of `dependencies` to store in a result, so that the report can compare them between two runs.
 OPTIONS = ("eval", "extensions", "devices", "revision")
-HEADER_BYTES = 2**20  # Longest first line that identifies a large file.
+HEADER_BYTES = 2**20  # A large file is identified by its first line, up to this length.
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
-    """Raise `UserError` if one of the suites cannot evaluate the run. Nothing is computed."""
+    """Raise `UserError` if one of the suites cannot evaluate the run. Do not compute anything."""
     for suite in suites:
         with_inner(run.config, suite)
         SUITES[suite].check(run)
@@ -51,8 +51,8 @@ def evaluate(
 ) -> dict[str, Result]:
     """Run suites on the parameters of a step, and write each result to `result_path`.
 
-    `weights` is the identity of `params`, as in `Checkpoint`. `checkpoint` is None during training, which evaluates the
-    parameters before it saves.
+    `weights` is the identifier of `params`, as in `Checkpoint`. `checkpoint` is None during training, because
+    parameters are evaluated before they are saved.
     """
     SUITES.check(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def result_path(folder: Path, suite: str, step: int, part: WeightsPart = "params") -> Path:
-    """Return the path of the JSON file with a suite's result for a step's parameters, or for their average.
+    """Return the path of a suite's result for a step, as JSON. `part` selects the parameters or their average.
 
     `folder` is `Run.files`.
     """
@@ -89,7 +89,7 @@ def result_path(folder: Path, suite: str, step: int, part: WeightsPart = "params
 
 
 def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params") -> dict[str, Any] | None:
-    """Return the JSON of a stored result, or None if there is none or it was computed with other settings."""
+    """Return a stored result as JSON, or None if there is none or it was computed with other settings."""
     path = result_path(run.files, suite, step, part)
     if size_of(path) is None:
         return None
@@ -98,7 +98,7 @@ def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params")
 
 
 def dependencies(run: Run, suite: str) -> dict[str, Any]:
-    """Return everything, except the parameters, that a suite's result depends on, as JSON."""
+    """Return everything that a suite's result depends on, except the parameters, as JSON."""
     config = run.config
     suites = with_inner(config, suite)
     devices = [run.mesh.devices.flat[0].device_kind, dict(run.mesh.shape), run.microbatch_rows]
@@ -110,13 +110,13 @@ def dependencies(run: Run, suite: str) -> dict[str, Any]:
         "valid": run.data.valid_fingerprints,
         "seed": config.train.seed,
         "extensions": [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))],
-        "revision": sum(SUITES[name].revision for name in suites),  # It changes with each, as they only increase.
+        "revision": sum(SUITES[name].revision for name in suites),  # Revisions only increase.
         "devices": devices if SUITES[suite].measures_device else None,
     }
 
 
 def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    """Return the values of fields of a group that affect results, with the contents of files in place of paths."""
+    """Return the fields of a config group that affect results. Replace paths by a hash of the files' contents."""
     found = {}
     for name in fields:
         kind, value = types_of(group)[name], values[name]
@@ -134,9 +134,9 @@ def with_contents(group: type, values: Mapping[str, Any], fields: Iterable[str])
 
 
 def _content(path: str, *, is_large: bool) -> Any:
-    """Return what identifies the content of a file, the files of a glob, a folder or a store.
+    """Return an identifier for the content of a file, glob, folder or store.
 
-    If they cannot be read, return the path: the `check` of the suite reports the error.
+    If it cannot be read, return the path, and let the suite's `check` report the error.
     """
     try:
         root = path_of("path", path)
@@ -144,7 +144,7 @@ def _content(path: str, *, is_large: bool) -> Any:
             with open_file(root) as file:
                 return json_sha256(file.readline(HEADER_BYTES).decode(errors="replace"))
         if not may_be_store(root):
-            # Readers choose the format by the ending of a file's name.
+            # Include the suffix, because readers choose the format by it.
             return [sha256_of(file) + file.suffix for file in text_files(path)]
         if size_of(root / META) is not None:  # It has the hashes of the store's other files.
             return sha256_of(root / META)
@@ -155,7 +155,7 @@ def _content(path: str, *, is_large: bool) -> Any:
 
 
 def settings_sha256_by_suite(run: Run, suites: Sequence[str]) -> dict[str, str]:
-    """Return the SHA-256 of what each suite depends on, by a name for messages. It differs if files differ."""
+    """Return the SHA-256 of each suite's `dependencies`, by a name for messages. It changes when files change."""
     return {f"settings and files of suite {suite}": json_sha256(dependencies(run, suite)) for suite in suites}
 
 
@@ -171,12 +171,12 @@ def fields_of(config: Config, suite: str) -> tuple[str, ...]:
 
 
 def with_inner(config: Config, suite: str) -> tuple[str, ...]:
-    """Return the names of a suite and of the suites that it runs in turn, as suite `quantize` does."""
+    """Return the names of a suite and of the suites that it runs, as `quantize` does."""
     return (suite, *SUITES[suite].inner(config))
 
 
 def _as_json(value: Any) -> Any:
-    """Return an array or a scalar of NumPy or JAX, which `json` does not know, as values of Python."""
+    """Convert a NumPy or JAX array or scalar to Python values for `json`."""
     if not hasattr(value, "tolist"):
         raise UserError(f"details or charts of a suite contain {value!r}, which is not JSON; convert it in the suite")
     return value.tolist()

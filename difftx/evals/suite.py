@@ -1,4 +1,4 @@
-"""The class of suites. docs/extend.md shows how to add a suite."""
+"""The class for suites. docs/extend.md shows how to add one."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,26 +16,26 @@ from difftx.training.run import Run
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A function that evaluates a model, what its result depends on besides the model and data, and what readers see.
+    """An evaluation function, with the settings that its result depends on, and texts for readers.
 
     Attributes:
         evaluate: function that runs the suite. `difftx eval --list` prints the first line of its docstring.
-        reads: fields of the config group `eval` that the suite reads besides its own. Its own fields have its name, or
-            begin with it and an underscore. A stored result is reused only if the values of all are the same, except
-            those that affect no result (`affects.Nothing`), and the contents of the files that they name
-            (`flag.Location`).
-        inner: function that returns the names of other suites that this suite runs. It may raise `UserError`.
-        check: function that raises `UserError` for a run that the suite cannot evaluate. It is called before training
-            and before an evaluation. A suite with `inner` also calls the `check` of these suites.
+        reads: fields of the config group `eval` that the suite reads in addition to its own. Its own fields are called
+            like the suite, or begin with its name and an underscore. A stored result is reused only if all of these
+            fields are unchanged, including the contents of files that they name (`flag.Location`). Fields that affect
+            no result (`affects.Nothing`) may change.
+        inner: function that returns the names of the suites that this suite runs. It may raise `UserError`.
+        check: function that raises `UserError` if the suite cannot evaluate a run. It is called before training and
+            before an evaluation. If the suite has `inner` suites, it must call their `check` too.
         measures_device: whether the result depends on the devices and the mesh.
         quantizable: whether the suite `quantize` can run this suite.
-        revision: number to increase when a change of the suite's code changes its results. A stored result is reused
-            only with the same revision. Results of extensions already depend on the content of their files.
-        title: title of the suite's results. By default, it is the name of the suite.
-        explanation: sentences on what is measured and how to read it. By default, the first line of the docstring of
-            `evaluate`.
-        main_charts: names of the charts that answer the suite's question, which the report shows first. It may name one
-            line of a chart, as in "layers: answer". By default, they are the first charts.
+        revision: number to increase when new code of the suite changes its results. A stored result is reused only with
+            the same revision. An extension need not set it, because its results depend on the content of its files.
+        title: title of the suite's results. The default is the name of the suite.
+        explanation: sentences on what is measured and how to read it. The default is the first line of the docstring
+            of `evaluate`.
+        main_charts: names of the charts that the report shows first, because they answer the suite's question. An entry
+            may name one line of a chart, as in "layers: answer". The default is the first charts.
     """
 
     evaluate: Callable[[Evaluation], Result]
@@ -53,9 +53,9 @@ class Suite:
 def register_suite(name: str, suite: Suite, config: type | None = None) -> None:
     """Add a suite.
 
-    `config` is a frozen dataclass of the suite's own fields. It becomes the group `eval.<name>`, and a stored result
-    depends on all of its values. Raise `UserError` if the name is taken, `suite.reads` names a field that does not
-    exist, or `config` is not a frozen dataclass whose fields all have defaults.
+    `config` is a frozen dataclass with the suite's own fields. It becomes the group `eval.<name>`, and a stored result
+    depends on all of its values. Raise `UserError` if the name is taken, `suite.reads` names an unknown field, or
+    `config` is not a frozen dataclass with a default for each field.
     """
     for field in suite.reads:
         if field not in types_of(EvalConfig):

@@ -1,4 +1,4 @@
-"""Suite `throughput`: tokens/s of a Transformer and a Differential Transformer (Table 7 of its paper)."""
+"""Suite `throughput`: tokens/s of a Transformer and a Differential Transformer (Table 7 of the paper)."""
 
 import dataclasses
 import statistics
@@ -60,7 +60,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return architecture → config for a diff model and its matched Transformer, one of which is `config`.
+    """Return the configs of a diff model and its matched Transformer by architecture. One of them is `config`.
 
     Raise `UserError` if `config` has another architecture.
     """
@@ -100,7 +100,7 @@ def counterpart(config: Config) -> Config:
 
 
 def random_rows(config: Config, rows: int) -> PackedRows:
-    """Return rows of random tokens, which are the same in every call with the same arguments."""
+    """Return rows of random tokens. Equal arguments give equal rows."""
     length = config.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.embeddings, rows * length + 1, dtype=np.uint32)
     store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
@@ -112,8 +112,8 @@ def rates_in_turn(
 ) -> dict[str, list[float]]:
     """Return the tokens/s of each function in each round. Each call of a function processes `tokens` tokens.
 
-    A round calls each function `steps` times in turn, so that a temporary slowdown affects all functions.
-    As in the training loop, a call is dispatched before the previous call's result is awaited.
+    A round calls each function `steps` times in turn, so that a temporary slowdown affects all functions. As in the
+    training loop, a call is dispatched before the result of the previous call is awaited.
     """
     rates = {name: [] for name in calls}
     for _ in rounds:

@@ -1,4 +1,4 @@
-"""Arms of a comparison: the runs of a report, grouped by everything but their seeds."""
+"""Arms of a comparison: the runs of a report, grouped by everything except their seeds."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,37 +10,37 @@ from difftx.config.fields import Effect, Flag
 from difftx.report.runs import RunRecord, data_content, different_tokenizers
 from difftx.training.resume import Change, changed_fields
 
-# Largest ratio of two numbers of parameters, or of tokens, that count as equal. The λ vectors and the gains of head
-# norms give a differential model slightly more parameters than its Transformer has.
+# Two numbers of parameters or tokens with at most this ratio count as equal. A differential model has slightly more
+# parameters than its Transformer: λ vectors, and gains of head norms.
 EQUAL_SIZES = 1.02
 
-type Run = tuple[tuple[int, int], float]  # Seeds of a run, and a number of it.
+type Run = tuple[tuple[int, int], float]  # Seeds of a run, and one of its numbers.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arm:
-    """Runs that differ only in their seeds, and in fields that change results by rounding at most."""
+    """Runs that only differ in their seeds, and in fields that affect results at most by rounding."""
 
     name: str
     runs: list[RunRecord]
 
     @property
     def title(self) -> str:
-        """The name, and the number of runs if their mean is shown."""
+        """The name, plus the number of runs if their mean is shown."""
         return self.name if len(self.runs) == 1 else f"{self.name}, mean of {len(self.runs)} runs"
 
     def values(self, number: str) -> list[float]:
-        """Return a number of the last validation of each run, without runs in which it is missing or not finite."""
+        """Return a number from the last validation of each run. Skip runs where it is missing or not finite."""
         return [value for run in self.runs if (value := run.last_value(number)) is not None]
 
     def mean(self, number: str) -> float | None:
-        """Return the mean of `values`, or None if a run has none."""
+        """Return the mean of `values`, or None if the number is missing or not finite in some run."""
         values = self.values(number)
         return float(np.mean(values)) if len(values) == len(self.runs) else None
 
 
 def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
-    """Group the runs. An arm of several runs has the name of its architecture if no other arm has it."""
+    """Group runs into arms. An arm of several runs is named after its architecture, if that name is unique."""
     groups: list[list[RunRecord]] = []
 
     def differ_in_seeds_only(one: RunRecord, other: RunRecord) -> bool:
@@ -61,9 +61,9 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
 
 
 def over_runs(first: Sequence[Run], second: Sequence[Run]) -> tuple[Difference | None, str]:
-    """Return an interval of the second arm minus the first and what it covers, or None and why there is none.
+    """Return an interval for the second arm minus the first, and what it covers; or None, and why there is none.
 
-    Runs are given as pairs of their seeds and a number. Runs of both arms with equal seeds are pairs.
+    Each run is a pair of its seeds and a number. If both arms have the same seeds, their runs are compared in pairs.
     """
     by_seeds = dict(first), dict(second)
     if min(map(len, (first, second))) < 2 or [*map(len, by_seeds)] != [len(first), len(second)]:
@@ -82,9 +82,9 @@ def seeds_of(run: RunRecord) -> tuple[int, int]:
 
 
 def training_changes(first: RunRecord, second: RunRecord) -> list[Change]:
-    """Return the fields of the model and its training in which two runs differ, without seeds and neutral fields.
+    """Return the config fields in which two runs differ, without seeds and fields that do not affect training.
 
-    Runs of different seeds may each continue from a run of their own seed.
+    If the seeds differ, also leave out the run that each one started from, because it may have the same seed.
     """
     changes = [change for change in changed_fields(first.config, second.config) if not change.is_neutral]
     has_other_seed = any(change.has(Flag.SEED) for change in changes)

@@ -1,12 +1,12 @@
-"""Charts as files (PNG and SVG) and as SVG elements of the report, drawn with matplotlib.
+"""Charts as files (PNG and SVG), and as SVG elements of the report, drawn with matplotlib.
 
-A chart is a `LineChart` or `Heatmap` of difftx/evals/result.py as a JSON object. Its lines may have further fields:
+A chart is a `LineChart` or `Heatmap` of difftx/evals/result.py, as a JSON object. A line may have more fields:
 
-    colour: a colour such as "#2A86CC". By default, each line has its own.
+    colour: such as "#2A86CC". By default, each line has its own.
     style: "line", "points", "dashed", or "faint" for a thin line behind the others.
-    group: a name in the legend that several lines share, or "" for none. By default, it is the line's name.
+    group: a legend entry that several lines share, or "" for none. By default, it is the line's name.
 
-and a line chart may have `y_limits`, the ends of its y-axis.
+A line chart may also have `y_limits`, the ends of its y-axis.
 """
 
 import io
@@ -25,23 +25,24 @@ import numpy as np
 
 from difftx.files import new_file
 
-# Okabe and Ito's palette, whose colours colour-blind readers can distinguish. The blue is lighter than theirs, #0072B2,
-# which is dim on black.
+# Okabe and Ito's palette, which colour-blind readers can distinguish. The blue is lighter than their #0072B2, which is
+# too dark on black.
 COLOURS = ("#2A86CC", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
-# Colours of heatmaps, as in docs/images/attention-*.png. Blue is positive in all of them, so that they compare by eye.
+# Colours of heatmaps, the same as in docs/images/attention-*.png. Blue is positive in all of them, so that readers can
+# compare them.
 DIVERGING = matplotlib.colors.LinearSegmentedColormap.from_list("diverging", [COLOURS[1], "#f7f7f7", COLOURS[0]])
 POSITIVE = matplotlib.colors.LinearSegmentedColormap.from_list("positive", ["#f7f7f7", COLOURS[0], "#0b2f4f"])
 LETTERS = (("T", 1e12), ("B", 1e9), ("M", 1e6))
 MAX_WITH_LETTERS = 1e15  # Larger numbers are written with a power of ten.
 GREY = "#808080"  # Visible on white and on black.
-INK, RULE = "#1b1d21", "#d5d9df"  # Colours of text and of the grid. The page replaces them by those of its style sheet.
-MAX_CELLS_WITH_NUMBERS = 100  # A heatmap with more cells shows no numbers in them, because they would overlap.
-MAX_CELLS_ON_PAGE = 4096  # The page has no values of a heatmap with more cells, which would enlarge it.
-MAX_TICKS = 12  # Maximum number of tick labels on an axis of a heatmap.
-MAX_CHARACTERS = 64  # If the x labels of a heatmap have more characters than this in total, they are rotated.
+INK, RULE = "#1b1d21", "#d5d9df"  # Text and grid. The page replaces both with its own colours.
+MAX_CELLS_WITH_NUMBERS = 100  # In a heatmap with more cells, numbers would overlap.
+MAX_CELLS_ON_PAGE = 4096  # With more cells, a heatmap's values would make the page too large.
+MAX_TICKS = 12  # Maximum number of tick labels on a heatmap's axis.
+MAX_CHARACTERS = 64  # If a heatmap's x labels have more characters in total, rotate them.
 MAX_MARKED_POINTS = 30  # A line with more points has no markers.
 LINESTYLES = {"points": "", "dashed": "--"}
-FILE_SIZE, PAGE_SIZE = (7, 4.5), (6, 3.6)  # Width and height in inches. On the page, an inch is 72 units of the SVG.
+FILE_SIZE, PAGE_SIZE = (7, 4.5), (6, 3.6)  # Width and height in inches. On the page, an inch is 72 SVG units.
 STYLE = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -53,20 +54,20 @@ STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
     "font.sans-serif": ["DejaVu Sans"],
-    "text.parse_math": False,  # Dollar signs in names are shown as they are, not interpreted as TeX.
+    "text.parse_math": False,  # Show dollar signs in names, instead of interpreting TeX.
 }
-# On the page, the lines of the grid mark the ticks.
+# On the page, grid lines mark the ticks.
 PAGE_STYLE = {"font.size": 11, "svg.fonttype": "none", "xtick.bottom": False, "ytick.left": False}
 
 
 def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw a chart to the files `<name>.png` and `<name>.svg` in a folder, and return these files."""
-    # Chart names contain names of validation sets, which may have characters that file names cannot have.
+    """Draw a chart to `<name>.png` and `<name>.svg` in a folder, and return these files."""
+    # The chart name includes names of validation sets, which may have characters that are invalid in file names.
     return save_figure(draw(chart), folder / re.sub(r"[^\w.-]+", "_", chart["name"]))
 
 
 def draw(chart: Mapping[str, Any], size: tuple[float, float] = FILE_SIZE) -> matplotlib.figure.Figure:
-    """Return the figure of a chart with its title and legend."""
+    """Return the figure of a chart, with title and legend."""
     with matplotlib.rc_context(STYLE):
         figure = _draw(chart, size)
         (axes, *_) = figure.axes
@@ -76,10 +77,10 @@ def draw(chart: Mapping[str, Any], size: tuple[float, float] = FILE_SIZE) -> mat
 
 
 def page_figure(chart: Mapping[str, Any], styles: dict[str, str], salt: str) -> tuple[str, dict[str, Any]]:
-    """Return a chart as an SVG element, without title and legend, and its values for tooltips and tables, as JSON.
+    """Return a chart as an SVG element without title and legend, and its values for tooltips and tables, as JSON.
 
-    `styles` maps the style of an element to a class, which the element has instead. New styles are added to it.
-    `salt` is unique within the page, so that no two figures share ids.
+    `styles` maps each inline style to a class that replaces it. New styles are added to it. `salt` must be unique on
+    the page, so that no two figures share ids.
     """
     with matplotlib.rc_context({**STYLE, **PAGE_STYLE, "svg.hashsalt": salt}):
         figure, written = _draw(chart, PAGE_SIZE), io.StringIO()
@@ -89,13 +90,13 @@ def page_figure(chart: Mapping[str, Any], styles: dict[str, str], salt: str) -> 
     svg = re.sub(r"<!--.*?-->|<defs>\s*<style.*?</defs>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r' id="(series-\d+)"', r' class="\1"', svg)
     svg = re.sub(r' id="[A-Za-z][A-Za-z0-9.]*_\d+"|(?<=<svg )[^>]*?(?=viewBox)', "", svg)
-    # A tenth of a unit is less than a pixel, and fewer digits make the page smaller.
+    # A tenth of a unit is less than a pixel. Fewer digits make the page smaller.
     svg = re.sub(r'(?<= [dxy]=")[^"]*', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0].replace("\n", "")), svg)
     svg = re.sub(r'(?<=>)\s+(?=<)| transform="rotate\(-0 [^"]*"', "", svg)
     for drawn, shown in ((INK, "currentColor"), (RULE, "var(--rule)"), ("'DejaVu Sans', sans-serif", "sans-serif")):
         svg = svg.replace(drawn, shown)
     svg = re.sub('style="([^"]*)"', lambda found: f'class="{styles.setdefault(found[1], f"s{len(styles)}")}"', svg)
-    # The left, top, right and bottom end of the axes in units of the SVG, whose origin is the top left.
+    # The left, top, right and bottom ends of the axes in SVG units, from the top left.
     (width, height), box = 72 * figure.get_size_inches(), figure.axes[0].get_position()
     ends = box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height
     return svg, {"box": [round(x, 1) for x in ends], **_values_on_page(chart, figure.axes[0])}
@@ -121,7 +122,7 @@ def _values_on_page(chart: Mapping[str, Any], axes: matplotlib.axes.Axes) -> dic
 
 
 def _draw(chart: Mapping[str, Any], size: tuple[float, float]) -> matplotlib.figure.Figure:
-    """Return the figure of a chart without title and legend."""
+    """Return the figure of a chart, without title and legend."""
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     {"line": _draw_lines, "heatmap": _draw_heatmap}[chart["kind"]](axes, chart)
@@ -148,7 +149,7 @@ def _draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
 
 
 def _set_number_ticks(axes: matplotlib.axes.Axes, x: Sequence[float], is_log: bool) -> None:
-    """Write the numbers of the x-axis with `axis_number`, at integers if all x are integers."""
+    """Write the x-axis numbers with `axis_number`. If all x are integers, only mark integers."""
     text, are_integers = axis_number(max(x, default=0)), all(float(value).is_integer() for value in x)
     axes.xaxis.set_major_formatter(lambda value, _: text(value))
     if is_log:
@@ -161,7 +162,7 @@ def _set_number_ticks(axes: matplotlib.axes.Axes, x: Sequence[float], is_log: bo
 
 
 def _draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
-    """Draw a `Heatmap` with the first row at the top, and numbers in the cells if they fit."""
+    """Draw a `Heatmap` with the first row at the top. Write numbers into the cells if they fit."""
     values = heatmap_values(chart)
     low, high = colour_limits(chart)
     colours = DIVERGING if low < 0 < high else POSITIVE
@@ -192,7 +193,7 @@ def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     ):
         if is_log:
             set_scale("log")
-            # The numbers of the default formatter are TeX, and those of minor ticks would overlap on a wide scale.
+            # The default formatter writes TeX, and its minor labels would overlap on a wide scale.
             axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
             axis.set_minor_formatter(matplotlib.ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
     axes.grid(alpha=0.7, color=RULE)
@@ -200,7 +201,7 @@ def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
 
 
 def add_legend(axes: matplotlib.axes.Axes) -> None:
-    """Add a legend with each label once, if there are any."""
+    """Add a legend with each label once. Without labels, add none."""
     handles = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
     if handles:
         columns = 1 + len(handles) // 12
@@ -208,14 +209,14 @@ def add_legend(axes: matplotlib.axes.Axes) -> None:
 
 
 def line_colours(series: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the colour of each line: its own if it has one, grey for reference lines, else a colour per name."""
+    """Return the colour of each line: its own if set, grey for reference lines, else one per name."""
     free = [line["name"] for line in series if not line.get("is_reference") and "colour" not in line]
     colours = colours_of(free)
     return [line.get("colour") or (GREY if line.get("is_reference") else colours[line["name"]]) for line in series]
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name: distinct ones for a few names, or a gradual scale for many, such as layers."""
+    """Return a colour per name: distinct colours for a few names, a gradual scale for many, such as layers."""
     names = list(dict.fromkeys(names))
     if len(names) <= len(COLOURS):
         return dict(zip(names, COLOURS, strict=False))
@@ -224,7 +225,7 @@ def colours_of(names: Sequence[str]) -> dict[str, str]:
 
 
 def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the ends of a heatmap's colour scale. If the scale contains both signs, it is centred at zero."""
+    """Return the ends of a heatmap's colour scale. If it has both signs, centre it at zero."""
     values = heatmap_values(chart)
     finite = values[np.isfinite(values)].tolist()
     low = chart["low"] if chart.get("low") is not None else min(finite, default=0.0)
@@ -235,12 +236,12 @@ def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def heatmap_values(chart: Mapping[str, Any]) -> np.ndarray:
-    """Return the values of a heatmap, `[rows, columns]`, with NaN in place of null."""
+    """Return the values of a heatmap, `[rows, columns]`, with NaN for null."""
     return np.array(chart["values"], float).reshape(len(chart["y"]), len(chart["x"]))
 
 
 def ticks(names: Sequence[float | str]) -> dict[int, str]:
-    """Return position → label for at most `MAX_TICKS` of a heatmap's rows or columns, which have the given names."""
+    """Return position → label for at most `MAX_TICKS` of the rows or columns in `names`."""
     return {i: tick_text(names[i]) for i in range(0, len(names), -(-len(names) // MAX_TICKS) or 1)}
 
 
@@ -250,7 +251,7 @@ def tick_text(value: float | str) -> str:
 
 
 def axis_number(most: float, digits: int = 4) -> Callable[[float], str]:
-    """Return the format of the numbers on an axis up to `most`. All have the letter of `most`, such as 0.2M and 1M."""
+    """Return the number format for an axis up to `most`. All numbers get the same letter, such as 0.2M and 1M."""
     letter, size = next(((letter, size) for letter, size in LETTERS if most >= size), ("", 1))
     if most >= MAX_WITH_LETTERS:
         return lambda x: f"{x:.3g}"
@@ -258,7 +259,7 @@ def axis_number(most: float, digits: int = 4) -> Callable[[float], str]:
 
 
 def short_number(number: float) -> str:
-    """Format a number of parameters, tokens or FLOPs, with a letter from a million up, such as 6.8B."""
+    """Format a number of parameters, tokens or FLOPs. From a million on, use a letter, such as 6.8B."""
     return axis_number(number, 3)(number)
 
 

@@ -27,7 +27,7 @@ from difftx.report.runs import (
 )
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
-SMOOTHED_OVER = 21  # Values in the window of `smoothed`.
+SMOOTHED_OVER = 21  # Maximum number of values that `smoothed` averages.
 COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tokens_per_second", "seconds")
 
 
@@ -36,7 +36,7 @@ def write_curves(
 ) -> tuple[list[dict[str, Any]], list[Path], list[str]]:
     """Draw the loss of the runs that match a glob against one of `X_AXES`.
 
-    Return a table's rows, one per run, the files written, and notes on runs with different data.
+    Return the rows of a table, one per run, the files written, and notes on runs with different data.
     """
     runs = match_runs(pattern, "curves")
     check_comparable(runs, metric)
@@ -51,9 +51,9 @@ def write_curves(
 
 
 def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
-    """Return the rows of `write_curves` as a table for a terminal."""
+    """Format the rows of `write_curves` as a table for a terminal."""
     table = rich.table.Table(title="last evaluation of each run", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    # Long names are wrapped, not truncated, because names of a sweep's runs differ at their ends.
+    # Wrap long names, because the names of a sweep's runs differ at their ends.
     table.add_column("run", overflow="fold")
     for name in COLUMNS:
         title = name.replace("_", "\n")
@@ -65,10 +65,10 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the means of the finite values in a centred window of `SMOOTHED_OVER`, which have no lag.
+    """Return centred moving averages of the finite values over `SMOOTHED_OVER` values. They have no lag.
 
-    The window shrinks towards the first value, where losses fall steeply. Near the last value, it has fewer values
-    after its centre. At a non-finite value, the result is that of the previous finite value, or NaN if there is none.
+    The window shrinks towards the first value, where losses fall steeply. Near the last value, it is cut off. A
+    non-finite value gets the result of the previous finite one, or NaN if there is none.
     """
     finite = np.flatnonzero(np.isfinite(values))
     indices = np.arange(len(finite))
@@ -81,7 +81,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
-    """Return the logged steps, and the training loss at each of them, with NaN for a non-finite loss."""
+    """Return the logged steps, and the training loss at each, with NaN for a non-finite loss."""
     rows = run.split("train")
     return [row["step"] for row in rows], np.array([row["loss"] for row in rows], float)
 
@@ -95,7 +95,7 @@ def summary(run: RunRecord) -> dict[str, Any]:
         "architecture": run.config.model.architecture,
         "tokens": train[-1]["tokens"],
         **{name: last.get(name) for name in ("loss", "perplexity", "bits_per_byte")},
-        "tokens_per_second": speeds[len(speeds) // 2],  # The median excludes compilation and pauses.
+        "tokens_per_second": speeds[len(speeds) // 2],  # The median ignores compilation and pauses.
         "seconds": run.progress([train[-1]["step"]])["seconds"][0],
     }
 
@@ -103,10 +103,10 @@ def summary(run: RunRecord) -> dict[str, Any]:
 def loss_chart(
     arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric, against: XAxis, most: int | None = None
 ) -> dict[str, Any]:
-    """Return a chart of each run's validations and its smoothed training loss, in the colour of its arm.
+    """Return a chart with each run's validation losses and its smoothed training losses, in the colour of its arm.
 
-    The legend has the mean of the last values of each arm. Only the metric "loss" has training losses. With `most`, a
-    line of training losses has at most as many points.
+    The legend shows each arm's mean of the last values. Only the metric "loss" has training losses. `most` limits the
+    number of points per line of training losses.
     """
     series: list[dict[str, Any]] = []
     for arm in arms:
@@ -137,9 +137,9 @@ def loss_chart(
 
 
 def _later_limits(series: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
-    """Return the ends of a y-axis without the first losses of each line, which would leave little room for the others.
+    """Return y-axis limits that ignore the first losses of each line, which would flatten the rest of the chart.
 
-    These are the first quarter of a training's losses, which fall steeply, and the first tenth of its validations.
+    Training losses fall steeply in the first quarter of the line, validation losses in the first tenth.
     """
     skipped = (len(line["y"]) // (4 if line.get("style") == "faint" else 10) for line in series)
     later = np.concatenate([np.asarray(line["y"][n:], float) for line, n in zip(series, skipped, strict=True)])
@@ -151,7 +151,7 @@ def _later_limits(series: Sequence[Mapping[str, Any]]) -> tuple[float, float] | 
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Return the ascending indices of at most `most` values: the least and the greatest in each stretch of values."""
+    """Return the ascending indices of at most `most` values: the smallest and the largest in each stretch of values."""
     if len(values) <= most:
         return np.arange(len(values))
     kept = {0, len(values) - 1}

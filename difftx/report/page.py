@@ -1,4 +1,4 @@
-"""The report, a self-contained HTML page that describes one run or compares several runs."""
+"""Write the report: a self-contained HTML page about one run, or a comparison of several runs."""
 
 import datetime
 import itertools
@@ -26,7 +26,7 @@ from difftx.report.verdict import Verdict, listed, verdict
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Numbers of the suite "loss" → label and unit, as in the table below the verdict.
+# Numbers of the suite "loss" → label and unit, for the table below the verdict.
 LOSSES = {
     "loss": Cell("validation loss", unit="nats per token"),
     "perplexity": Cell("perplexity"),
@@ -35,9 +35,9 @@ LOSSES = {
 
 
 def write_page(workdirs: Sequence[Path], out: Path) -> Verdict:
-    """Write the report of runs to `out`, and return its verdict. The folders are those that `pulled` returns.
+    """Write the report on runs in the local folders `workdirs` (`pulled`) to `out`, and return its verdict.
 
-    Transformers stand first, because they are the baselines, and all other runs are compared with the first run.
+    Transformers come first, because they are the baselines. All runs are compared with the first one.
     """
     if len({workdir.resolve() for workdir in workdirs}) < len(workdirs):
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
@@ -81,13 +81,13 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Verdict:
 
 
 def _legend(panel: Panel) -> list[tuple[str, str, list[int]]]:
-    """Return the name, the colour and the indices of the lines of each group of a line chart with several groups."""
+    """Return the legend of a line chart, if it has several groups: name, colour and line indices of each group."""
     if panel.chart["kind"] == "heatmap":
         return []
     series, groups = panel.chart["series"], {}
     for index, (line, colour) in enumerate(zip(series, line_colours(series), strict=True)):
         groups.setdefault((line.get("group", line["name"]) or None, colour), []).append(index)
-    # Lines without a name in the legend are hidden together with the named lines of their colour.
+    # Lines without a legend entry are hidden together with the named lines of the same colour.
     named = {colour: name for name, colour in groups if name}
     merged: dict[tuple[str, str], list[int]] = {}
     for (name, colour), indices in groups.items():
@@ -96,10 +96,10 @@ def _legend(panel: Panel) -> list[tuple[str, str, list[int]]]:
 
 
 def _scores(judged: Verdict, metric: Metric) -> Table:
-    """Return a table of the validation losses, of guessing, and of the sizes of the comparison, with a column per arm.
+    """Return a table with a column per arm: validation losses, the loss of guessing, and sizes of models and data.
 
-    The verdict on a single arm contains its loss, so that the table leaves it out. The row of differences has no word
-    such as "better", because the verdict says how certain they are.
+    For a single arm, the loss is left out, because the verdict has it. The row of differences does not say "better",
+    because the verdict says how certain the differences are.
     """
     arms = judged.arms
     rows: list[Sequence[str | Cell]] = []
@@ -130,7 +130,7 @@ def _scores(judged: Verdict, metric: Metric) -> Table:
 
 
 def _once(values: Sequence[str]) -> list[str | Cell]:
-    """Return the cells of a table's row: one that spans all runs if all values are the same."""
+    """Return the cells of a table row. If all values are equal, return one cell that spans all runs."""
     return [Cell(values[0], span=len(values))] if len(set(values)) == 1 else list(values)
 
 
@@ -141,7 +141,7 @@ def _guess(run: RunRecord) -> float | None:
 
 
 def _notes(runs: Sequence[RunRecord], with_different_tokenizers: tuple[str, str] | None) -> list[str]:
-    """Return notes on the data and results: what could not be read, is not of the checkpoints or not comparable."""
+    """Return notes on data and results that are unreadable, outdated or not comparable."""
     notes = []
     if any(run.config.data.path == STDLIB for run in runs):
         notes.append(f"{STDLIB} is the source code of Python's standard library.")
@@ -175,7 +175,7 @@ def _command(*words: str) -> str:
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:
-    """Return a table that describes each run in a column: model, progress, devices, data and versions."""
+    """Return a table with a column per run: model, progress, devices, data and versions."""
     columns = [_header(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *_once([column.get(name, "–") for column in columns])] for name in names]
@@ -183,7 +183,7 @@ def _run_headers(runs: Sequence[RunRecord]) -> Table:
 
 
 def _config_changes(runs: Sequence[RunRecord]) -> Table:
-    """Return a table of the config fields in which a run differs from the first run, with their values in each run."""
+    """Return a table of the config fields in which any run differs from the first, with the values of each run."""
     changed: dict[str, dict[str, str]] = {}
     first = runs[0]
     for run in runs[1:]:

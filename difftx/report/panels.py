@@ -1,4 +1,4 @@
-"""Parts of the report: figures of one or several runs, whose data are thinned, and tables of values."""
+"""Parts of the report: figures of one or several runs with few points, and tables of values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +16,18 @@ from difftx.training import lambda_range
 from difftx.training.goodput import SECTIONS as WALL_TIME_LABELS
 from difftx.training.metrics import EVENTS
 
-MAX_POINTS = 300  # Maximum number of points per line. More would enlarge the page without being visible.
-MAX_POINTS_OF_MANY = 100  # Maximum number of points per line in a figure of many lines, such as one per layer.
-MAX_CROSSINGS = 10  # Maximum number of events in the note on the layers whose λ left its useful range.
+MAX_POINTS = 300  # Maximum points per line. More would enlarge the page, but would not be visible.
+MAX_POINTS_OF_MANY = 100  # Maximum points per line in a figure with many lines, such as one per layer.
+MAX_CROSSINGS = 10  # Maximum number of events in the note on layers whose λ left its useful range.
 LAMBDA = "A differential layer attends with A1 − λ A2, so λ is how much of the second softmax it subtracts."
-DIM = 0.02  # Share of a heatmap's largest value up to which a row counts as empty.
+DIM = 0.02  # A heatmap row counts as empty up to this share of the largest value.
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A text in a table with a verdict, which is shown as a word and as a colour, or with a unit.
+    """A text in a table, with a unit, or with a verdict that is shown as a word and a colour.
 
-    A cell may span several columns, so that a value of several runs is shown once.
+    A cell may span several columns, to show a value of several runs once.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of texts. The first column names the rows."""
+    """A table of texts. The first column has the names of the rows."""
 
     header: list[str]
     rows: Sequence[Sequence[str | Cell]]
@@ -49,15 +49,15 @@ class Panel:
     """A figure with a heading."""
 
     title: str
-    chart: Mapping[str, Any]  # As difftx/report/charts.py describes charts.
+    chart: Mapping[str, Any]  # As described in difftx/report/charts.py.
     note: str = ""
-    shown_for: str = ""  # The panel is shown if the page's controls have these choices: "against-steps axes-log".
+    shown_for: str = ""  # Choices in the page's controls that show the panel, such as "against-steps axes-log".
 
     @property
     def is_informative(self) -> bool:
         """Whether the values of the chart differ.
 
-        A heatmap also needs two rows that are not empty, and a line chart lines whose colours can be told apart.
+        A heatmap must also have two non-empty rows, and a line chart lines with distinguishable colours.
         """
         chart = self.chart
         if chart["kind"] == "heatmap":
@@ -71,7 +71,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page: the numbers, figures and samples that answer its question, and what the reader may unfold."""
+    """A section of the page: numbers, figures and samples that answer one question, and folded parts."""
 
     id: str
     title: str
@@ -81,15 +81,15 @@ class Section:
     further: Table = dataclasses.field(default_factory=lambda: Table([], []))  # Numbers that are folded away.
     panels: Sequence[Panel] = ()
     folded: Sequence[Panel] = ()
-    tables: Sequence[tuple[str, Table]] = ()  # Pairs of a caption and a table.
+    tables: Sequence[tuple[str, Table]] = ()  # Pairs of caption and table.
     samples: Mapping[str, Sequence[tuple[str, str]]] = dataclasses.field(default_factory=dict)  # Prompt → completions.
 
 
 def loss_panels(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) -> list[Panel]:
-    """Return a panel of the losses against each of `X_AXES`, on linear and logarithmic axes.
+    """Return a panel of the losses against each of `X_AXES`, on linear and on logarithmic axes.
 
-    The page's controls show one of them. The metric "bits_per_byte" is for runs whose tokenizers differ, so that their
-    training losses cannot be compared.
+    The page's controls select one of them. The metric "bits_per_byte" is for runs with different tokenizers, because
+    their training losses per token cannot be compared.
     """
     panels = []
     for against in X_AXES:
@@ -104,9 +104,10 @@ def loss_panels(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric)
 
 
 def training(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) -> Section:
-    """Return the section on the training: λ, gradient norms, raw losses, and what the guards did.
+    """Return the section on training: λ, gradient norms, raw losses, and actions of the guards.
 
-    One figure of λ is shown, and those whose λ left its range. The others are folded, unless updates were skipped.
+    Show each figure of λ where λ left its range, or else the first one. Fold the rest. Show gradient norms only if
+    updates were skipped, or a run was rewound or stopped. If not, fold them too.
     """
     runs = [run for arm in arms for run in arm.runs]
     lambdas = [panel for run in runs for panel in _lambda_panels(run)]
@@ -131,7 +132,7 @@ def training(arms: Sequence[Arm], colours: Mapping[str, str], metric: Metric) ->
 
 
 def _lambda_panels(run: RunRecord) -> list[Panel]:
-    """Return a panel of λ of each layer against steps, if the run has λ."""
+    """Return a panel of each layer's λ against steps, if the run has λ."""
     rows = [row for row in run.split("train") if row.get("lambda")]
     if len(rows) > MAX_POINTS_OF_MANY:
         rows = [rows[i] for i in np.linspace(0, len(rows) - 1, MAX_POINTS_OF_MANY).round().astype(int)]
@@ -142,7 +143,7 @@ def _lambda_panels(run: RunRecord) -> list[Panel]:
 
 
 def _gradient_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Panel]:
-    """Return a panel of the gradient norm against steps with the skipped updates, if it is known."""
+    """Return a panel of the gradient norm against steps, with skipped updates marked, if runs have logged the norm."""
     series = _logged_lines(arms, colours, "grad_norm")
     for line in _logged_lines(arms, colours, "grad_norm", only_skipped=True):
         end = ", update skipped"
@@ -152,7 +153,7 @@ def _gradient_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Pa
 
 
 def _logit_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Panel]:
-    """Return a panel of the largest attention logit of all layers and heads against steps, if a run has logged it."""
+    """Return a panel of the largest attention logit over all layers and heads against steps, if a run has logged it."""
 
     def values(run: RunRecord) -> tuple[list[int], list[float]]:
         rows = [row for row in run.split("train") if row.get(LARGEST_LOGITS)]
@@ -167,7 +168,7 @@ def _logit_panels(arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Panel
 def _logged_lines(
     arms: Sequence[Arm], colours: Mapping[str, str], column: str, *, only_skipped: bool = False
 ) -> list[dict[str, Any]]:
-    """Return a line for each run with the finite values of a column that the training logs, thinned."""
+    """Return a line per run with the finite values of a logged column, thinned."""
 
     def values(run: RunRecord) -> tuple[list[int], list[float]]:
         rows = [row for row in run.split("train") if row.get("skipped") or not only_skipped]
@@ -181,7 +182,7 @@ def _logged_lines(
 def run_lines(
     arms: Sequence[Arm], colours: Mapping[str, str], values: Callable[[RunRecord], tuple[list[int], list[float]]]
 ) -> list[dict[str, Any]]:
-    """Return a line for each run that has values, given its x and y, in the colour of its arm."""
+    """Return a line per run in the colour of its arm. `values` returns the x and y of a run."""
     return [
         {"name": run.name, "group": arm.name, "colour": colours[arm.name], "x": x, "y": y}
         for arm in arms
@@ -192,7 +193,7 @@ def run_lines(
 
 
 def _events(runs: Sequence[RunRecord]) -> Table:
-    """Return a table of the rewinds and stops of the runs."""
+    """Return a table of the runs' rewinds and stops."""
     rows = []
     for run in runs:
         for row in run.rows:
@@ -203,7 +204,7 @@ def _events(runs: Sequence[RunRecord]) -> Table:
 
 
 def wall_time(runs: Sequence[RunRecord]) -> Table:
-    """Return the parts of each run's wall time in seconds, as logged last in the rows with the split "goodput"."""
+    """Return the parts of each run's wall time in seconds, from its last row with the split "goodput"."""
     seconds = {}
     for run in runs:
         for column, value in (run.split("goodput") or [{}])[-1].items():

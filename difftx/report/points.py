@@ -1,4 +1,4 @@
-"""Reading of points for scaling laws, (architecture, size, tokens, loss), from run directories or tables."""
+"""Read points for scaling laws, (architecture, size, tokens, loss), from run directories or tables."""
 
 import csv
 import dataclasses
@@ -23,23 +23,23 @@ class LossPoint:
     """The loss of a run at one of its validations."""
 
     architecture: str
-    size: float  # Number of parameters, including the embedding, as in the paper's Table 10.
+    size: float  # Number of parameters, including the embedding, as in Table 10 of the paper.
     tokens: float  # Number of training tokens so far.
     loss: float  # Value of the metric, in nats per token or bits per byte.
-    is_last: bool  # Whether the run ended here. At earlier points, the learning rate had not decayed completely.
+    is_last: bool  # Whether the run ended here. Before, its learning rate had not fully decayed.
 
 
 def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str]]:
     """Return the points of the tables (*.csv) or run directories that match a glob, and notes on runs.
 
-    A note names an unfinished run, the fields in which runs of one architecture, size and length differ, or runs with
-    different data (`data_notes`).
+    A note is about an unfinished run, about fields in which runs of one architecture, size and length differ, or about
+    runs with different data (`data_notes`).
 
-    The columns of a table are `architecture`, `size` (parameters), `tokens`, `loss` (or `bits_per_byte`) and optionally
-    `seed`. Rows of equal architecture, size and seed form one run.
+    A table has the columns `architecture`, `size` (parameters), `tokens`, `loss` (or `bits_per_byte`) and optionally
+    `seed`. Rows with equal architecture, size and seed are one run.
     """
     points: list[LossPoint] = []
-    if pattern.endswith(".csv"):  # Tables are local.
+    if pattern.endswith(".csv"):  # Tables are local files.
         for name in sorted(glob.glob(pattern if is_glob(Path(pattern)) else glob.escape(pattern))):
             points += _points_of_table(Path(name), metric)
         if not points:
@@ -58,8 +58,8 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
 
 
 def _pooled_arms(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a note for each architecture whose runs of about the same size and length differ in more than seeds."""
-    pooled: dict[str, dict[str, None]] = {}  # Architecture → fields, in the order in which they are found.
+    """Return a note per architecture with runs of similar size and length that differ in more than seeds."""
+    pooled: dict[str, dict[str, None]] = {}  # Architecture → fields, in the order found.
     for first, second in itertools.combinations(runs, 2):
         architecture = first.config.model.architecture
         if second.config.model.architecture != architecture:
@@ -78,7 +78,7 @@ def _pooled_arms(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[LossPoint], str | None]:
-    """Return a run's points, and a note if the run has not been validated at the last step that is configured."""
+    """Return a run's points, and a note if the run has no validation at its last configured step."""
     losses = {step: loss for step, loss in run.evaluations(metric).items() if loss > 0}
     architecture, size = run.config.model.architecture, float(count_parameters(run.config.model).total)
     points = [
@@ -110,9 +110,9 @@ def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (position, row) for each row of a table. Error messages show the position."""
+    """Return (position, row) for each row of a table. Error messages use the position."""
     try:
-        # Excel writes a byte order mark, which would be part of the first column's name.
+        # Excel writes a byte order mark, which would become part of the first column's name.
         rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text ({error})") from error

@@ -1,4 +1,4 @@
-"""Reading of run directories for reports: configs, logged metrics and results of suites."""
+"""Read run directories for reports: configs, logged metrics and results of suites."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from difftx.training.run import read_config, read_run_manifest
 
 Metric = Literal["loss", "bits_per_byte"]
 METRIC_UNITS: dict[Metric, str] = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
-Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, with suites and steps in ascending order.
+Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, suites and steps in ascending order.
 XAxis = Literal["tokens", "flops", "seconds", "steps"]
 X_AXES: dict[XAxis, str] = {
     "tokens": "training tokens",
@@ -38,14 +38,14 @@ X_AXES: dict[XAxis, str] = {
 class RunRecord:
     """Contents of a run directory."""
 
-    name: str  # Short name, unique among the runs that are read together.
-    workdir: Path  # Local folder with the small files of the run (`pulled`).
+    name: str  # Short name, unique among the runs read together.
+    workdir: Path  # Local folder with the run's small files (`pulled`).
     config: Config  # Config of the newest checkpoint. Fields that do not affect its numbers are from config.json.
-    steps: int  # Number of steps that config.json sets.
-    manifest: dict[str, Any]  # Contents of manifest.json.
+    steps: int  # Number of steps in config.json.
+    manifest: dict[str, Any]  # Content of manifest.json.
     rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
-    results: Results  # Results of all suites, without those that `outdated` lists.
-    outdated: list[tuple[str, int]]  # (Suite, step) of results whose weights are not those of the step's checkpoint.
+    results: Results  # Results of all suites, without those in `outdated`.
+    outdated: list[tuple[str, int]]  # (Suite, step) of results for weights other than the checkpoint's.
 
     @property
     def tokens(self) -> int:
@@ -53,7 +53,7 @@ class RunRecord:
         return self.split("train")[-1]["tokens"]
 
     def tokens_after(self, steps: Sequence[int]) -> list[float]:
-        """Return the number of training tokens after each step. The batches of one run may differ in size."""
+        """Return the number of training tokens after each step. The batch size may change within a run."""
         rows = [{"step": 0, "tokens": 0}, *self.split("train")]
         logged, tokens = ([row[name] for row in rows] for name in ("step", "tokens"))
         later = np.maximum(np.subtract(steps, logged[-1]), 0) * self.config.train.global_batch_tokens
@@ -64,9 +64,9 @@ class RunRecord:
         return [row for row in self.rows if row["split"] == name]
 
     def validations(self) -> dict[int, dict[str, Any]]:
-        """Return the numbers of each validation by the suite "loss", by step in ascending order.
+        """Return the numbers of each validation by the suite "loss", by ascending step.
 
-        A result of `difftx eval` has precedence over the row of the training, whose settings may be older.
+        A result of `difftx eval` replaces the row from training, whose settings may be older.
         """
         logged = {row["step"]: row for row in self.split("valid") if row.get("suite") == "loss"}
         results = {step: result["numbers"] for step, result in self.results.get("loss", {}).items()}
@@ -77,30 +77,31 @@ class RunRecord:
         return next(reversed(self.validations().items()), (-1, {}))
 
     def last_value(self, number: str) -> float | None:
-        """Return a number of the last validation, or None if it is missing or not finite.
+        """Return a number from the last validation, or None if it is missing or not finite.
 
-        A finite value of an earlier validation would hide that the run has diverged since.
+        Do not use an earlier finite value, because it would hide that the run has diverged since.
         """
         value = self.last_validation()[1].get(number)
         return value if isinstance(value, int | float) and np.isfinite(value) else None
 
     def evaluations(self, number: str) -> dict[int, float]:
-        """Return a number of each validation that has it, by step. Synthetic tasks have no bits per byte.
+        """Return a number from each validation that has it, by step. Synthetic tasks have no bits per byte.
 
-        Step 0 is left out: it has no place on a logarithmic axis.
+        Leave out step 0, because a logarithmic axis cannot show it.
         """
         found = {step: numbers.get(number) for step, numbers in self.validations().items() if step > 0}
         return {step: value for step, value in found.items() if isinstance(value, int | float)}
 
     def progress(self, steps: Sequence[int]) -> dict[XAxis, list[float]]:
-        """Return the value of each quantity of `X_AXES` after each of the given steps, which must be ascending.
+        """Return the value of each quantity in `X_AXES` after each of the given ascending steps.
 
-        FLOPs are model FLOPs, 6 N + 12 L T d_model per token. Seconds count training steps, not evaluation and saving.
+        FLOPs are model FLOPs, 6 N + 12 L T d_model per token. Seconds only include training steps, not evaluation or
+        saving.
         """
         rows = self.split("train")
         logged = np.array([row["step"] for row in rows])
-        # The `step_seconds` of a row apply to each step since the previous row. The first row, of goodput, has the step
-        # at which the run started, which is not 0 in a branch of another run.
+        # A row's `step_seconds` apply to each step since the previous row. The first row has the split "goodput". Its
+        # step is where the run started, which is not 0 for a branch of another run.
         start = [row["step"] for row in self.rows[:1] if row["split"] == "goodput"] or [0]
         steps_of_row = np.maximum(np.diff(logged, prepend=start), 0)
         seconds = np.cumsum(steps_of_row * [row["step_seconds"] for row in rows])
@@ -115,7 +116,7 @@ class RunRecord:
 
 
 def match_runs(pattern: str, flag: str) -> list[RunRecord]:
-    """Read all folders with a metrics.jsonl that match a glob. Error messages name the command's flag, `flag`."""
+    """Read all folders with a metrics.jsonl that match a glob. `flag` is the command's flag, for error messages."""
     workdirs = matching_folders(f"--{flag}", pattern, "metrics.jsonl")
     if not workdirs:
         raise UserError(f"--{flag}={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
@@ -123,7 +124,7 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
 
 
 def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
-    """Read folders of `pulled`. A run has the name of its folder, or the whole path if two folders share a name."""
+    """Read folders from `pulled`. A run is named like its folder, or by its path if two folders share a name."""
     names = [PurePosixPath(printable(str(workdir.resolve()))).name for workdir in workdirs]
     paths = [printable(str(workdir)) for workdir in workdirs]
     names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
@@ -131,7 +132,7 @@ def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
 
 
 def baselines_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs with the Transformers first, so that a model has the same colour in curves and on the page."""
+    """Sort Transformers first. Curves and page use the same order, so that a model has the same colour in both."""
     return sorted(runs, key=lambda run: run.config.model.architecture != "transformer")
 
 
@@ -145,7 +146,7 @@ def check_comparable(runs: Sequence[RunRecord], metric: Metric) -> None:
 
 
 def different_tokenizers(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
-    """Return the names of two runs with different tokenizers, or None if all runs have the same tokenizer."""
+    """Return the names of two runs with different tokenizers, or None if all have the same."""
     first, *others = runs
     other = next(
         (run for run in others if run.manifest["data"]["tokenizer"] != first.manifest["data"]["tokenizer"]), None
@@ -154,14 +155,14 @@ def different_tokenizers(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
 
 
 def data_content(run: RunRecord) -> dict[str, Any]:
-    """Return what identifies the content of each source of the training data."""
+    """Return identifiers for the content of each training source."""
     return {name: value for name, value in run.manifest["data"].items() if name.startswith("source ")}
 
 
 def data_notes(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a note, with two runs as examples, for each way in which the runs' data make their losses incomparable."""
+    """Return a note for each way in which the runs' data makes their losses incomparable, with two runs as examples."""
     notes = []
-    # Another tokenizer changes the tokens of the same text, so that the contents cannot be compared.
+    # With different tokenizers, the same text has different tokens, so contents cannot be compared.
     others = [] if different_tokenizers(runs) else [r for r in runs if data_content(r) != data_content(runs[0])]
     if others:
         notes.append(f"{runs[0].name} and {others[0].name} have other data at data.path or data.sources")
@@ -195,15 +196,15 @@ def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
 
 
 def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Mapping[str, Any]) -> Config:
-    """Return the config of the newest readable checkpoint, or `run_config`, that of config.json, if there is none.
+    """Return the config of the newest readable checkpoint. If there is none, return `run_config`, from config.json.
 
-    Raise `UserError` if an extension has changed since that checkpoint or, without one, since `manifest` of the run.
+    Raise `UserError` if an extension has changed since that checkpoint, or since the run's `manifest` if there is none.
     """
     for step in reversed(steps_in(workdir / "checkpoints")):
         folder = workdir / "checkpoints" / str(step)
         try:
             checkpoint = read_manifest(folder)
-        except UserError:  # `difftx checkpoint verify` reports the reason.
+        except UserError:  # `difftx checkpoint verify` reports why.
             continue
         require_extensions(checkpoint.extensions, str(folder))
         with contextlib.suppress(UserError):
@@ -214,7 +215,7 @@ def _config_of_newest_checkpoint(workdir: Path, run_config: Config, manifest: Ma
 
 def _read_run(workdir: Path, name: str) -> RunRecord:
     run_config, manifest, path = read_config(workdir), read_run_manifest(workdir), workdir / "metrics.jsonl"
-    rows = list(read_metrics(path))  # Without invalid lines, such as a half-written one.
+    rows = list(read_metrics(path))  # Skips invalid lines, such as a half-written one.
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
     results, outdated = _read_results(workdir)

@@ -1,4 +1,4 @@
-"""Scaling laws of several runs, and the sizes at which architectures have equal loss, as in the paper's Figure 3."""
+"""Scaling laws of several runs, and the sizes at which architectures have equal loss, as in Figure 3 of the paper."""
 
 import dataclasses
 import json
@@ -20,26 +20,26 @@ from difftx.report.curves import METRIC_LABELS
 from difftx.report.points import LossPoint, read_points
 from difftx.report.runs import Metric
 
-REFERENCE = "transformer"  # The architecture with which all others are compared, if there are points of it.
-RESAMPLES = 1000  # Number of bootstrap resamples for confidence intervals.
+REFERENCE = "transformer"  # All other architectures are compared with this one, if it has points.
+RESAMPLES = 1000  # Bootstrap resamples for confidence intervals.
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Loss against one quantity, with a fit for each architecture and comparisons of the architectures."""
+    """Loss as a function of one quantity: a fit per architecture, and comparisons between architectures."""
 
     quantity: str  # "size" (parameters) or "tokens".
     title: str
     fits: dict[str, Fit]  # Architecture → fit.
-    reference: str  # The architecture with which all others are compared.
-    # Architecture → pairs of a quantity of it and of the reference with which both have equal loss, in ascending order.
+    reference: str  # All other architectures are compared with this one.
+    # Architecture → pairs of sizes (of it and of the reference) with equal loss, ascending.
     matches: dict[str, list[Match]]
-    drawn: dict[str, Match]  # Architecture → the one of its `matches` that the study's figure shows as an arrow.
+    drawn: dict[str, Match]  # Architecture → the match that the figure shows as an arrow.
     notes: list[str]
 
 
 def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[Study], list[Path]]:
-    """Fit loss against size and against tokens, if there are enough points. Return the studies and the files."""
+    """Fit loss against size and against tokens, as far as there are enough points. Return the studies and the files."""
     points, notes = read_points(pattern, metric)
     chosen = {"size": [point for point in points if point.is_last], "tokens": _points_of_one_size(points)}
     missing = {quantity: _missing_points(quantity, of_quantity) for quantity, of_quantity in chosen.items()}
@@ -86,8 +86,8 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
 def _points_of_one_size(points: Sequence[LossPoint]) -> list[LossPoint]:
     """Return the points of one model size, for fits of loss against tokens.
 
-    This is the largest size that has enough numbers of tokens for a fit of every architecture. If no size has enough,
-    it is the size with the most numbers of tokens.
+    Choose the largest size with enough distinct numbers of tokens to fit every architecture. If no size has enough,
+    choose the size with the most.
     """
     groups: list[list[LossPoint]] = []
     for point in sorted(points, key=lambda point: point.size):
@@ -104,7 +104,7 @@ def _points_of_one_size(points: Sequence[LossPoint]) -> list[LossPoint]:
 
 
 def _missing_points(quantity: str, points: Sequence[LossPoint]) -> str | None:
-    """Return None if there are enough points for a fit, or else a message with the number of points that exist."""
+    """Return a message with the number of points if there are too few for a fit, else None."""
     counts = {
         name: len({getattr(point, quantity) for point in points if point.architecture == name})
         for name in _architectures(points)
@@ -140,7 +140,7 @@ def _study(quantity: str, points: Sequence[LossPoint], notes: Sequence[str]) -> 
 
 
 def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> list[Match]:
-    """Return matches at each size of the architecture `name` and at the largest size of the reference, ascending."""
+    """Return ascending matches for each size of the architecture `name`, and for the largest size of the reference."""
     fit, other = fits[name], fits[reference]
     matches = [match for x in np.unique(fit.x) if (match := match_at(fit, other, x)) is not None]
     if not matches:
@@ -154,14 +154,14 @@ def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> 
 
 def _match_to_draw(matches: Sequence[Match], fit: Fit, reference: Fit) -> Match:
     """Return the match at the largest x of `fit` whose counterpart is within the reference's data, as in the paper."""
-    # If no counterpart is within the data, the match at the smallest x extrapolates least.
+    # If no counterpart is within the data, use the smallest x, where extrapolation is shortest.
     measured = [match for match in matches if match.x in fit.x]
     within = [match for match in measured if match.reference_x <= reference.x.max()]
     return (within or measured[:1])[-1]
 
 
 def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
-    """Draw the points, the fits with their confidence bands, and arrows between sizes of equal loss."""
+    """Draw the points, the fits with confidence bands, and arrows between sizes of equal loss."""
     series: list[dict[str, Any]] = []
     for (name, fit), colour in zip(study.fits.items(), colours_of([*study.fits]).values(), strict=True):
         low, high = fit.x.min(), fit.x.max()
@@ -190,7 +190,7 @@ def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
 
 def _as_json(study: Study) -> dict[str, Any]:
     def of_match(match: Match) -> dict[str, Any]:
-        # JSON has no infinity, so an infinite end of an interval becomes null.
+        # JSON has no infinity, so write an infinite end of an interval as null.
         interval = [end if np.isfinite(end) else None for end in match.interval]
         return dataclasses.asdict(match) | {"interval": interval}
 

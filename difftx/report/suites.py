@@ -20,22 +20,22 @@ from difftx.report.panels import Cell, Panel, Section, Table, panel_over_steps, 
 from difftx.report.runs import RunRecord
 
 VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
-MAX_SHOWN_NUMBERS = 15  # A section shows at most this many numbers. The others are in a table that the reader opens.
-MAX_SHOWN_PANELS = 2  # A section shows at most this many figures, and folds the others away.
+MAX_SHOWN_NUMBERS = 15  # Maximum numbers shown per section. The rest are in a table that the reader can open.
+MAX_SHOWN_PANELS = 2  # Maximum figures shown per section. The rest are folded.
 BANDS = "Lines are means over the runs of a model. Bands reach from its lowest run to its highest."
-COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that describe how much was measured.
+COUNTS = ("tokens", "documents", "demonstrations")  # Units of numbers that say how much was measured.
 
-Result = Mapping[str, Any]  # A result of a suite, as JSON.
-Results = Mapping[int, Result]  # Step → result of one suite, in ascending order of steps.
-Newest = Mapping[Arm, list[tuple[RunRecord, Result]]]  # Arm → the newest result of a suite by each of its runs.
+Result = Mapping[str, Any]  # A suite's result, as JSON.
+Results = Mapping[int, Result]  # Step → result of one suite, by ascending step.
+Newest = Mapping[Arm, list[tuple[RunRecord, Result]]]  # Arm → each of its runs, with the newest result of a suite.
 
 
 def suite_sections(arms: Sequence[Arm], colours: Mapping[str, str], *, comparable: bool) -> list[Section]:
     """Return a section for each suite of the runs, except `VERDICT_SUITE`.
 
-    Numbers and charts of several runs of an arm are means. If the arms are not `comparable`, because their tokenizers
-    differ, only bits per byte have differences. Differences are also omitted for an arm whose result has other options
-    than the first arm's (`option_notes`).
+    If an arm has several runs, its numbers and charts are means. Arms are not `comparable` if their tokenizers differ;
+    then only bits per byte have differences. An arm whose result has other options than the first arm's has no
+    differences (`option_notes`).
     """
     sections = []
     runs = [run for arm in arms for run in arm.runs]
@@ -73,7 +73,7 @@ def suite_sections(arms: Sequence[Arm], colours: Mapping[str, str], *, comparabl
 
 
 def _newest(results: Sequence[tuple[RunRecord, Results]]) -> list[tuple[RunRecord, Result]]:
-    """Return the newest result of each run of an arm, without those that have other options than the first one."""
+    """Return the newest result of each run of an arm. Leave out results with other options than the first one."""
     newest = [(run, of_run[max(of_run)]) for run, of_run in results]
     return [(run, result) for run, result in newest if not _changed_options(newest[0][1], result)]
 
@@ -86,13 +86,13 @@ def _steps(results: Mapping[Arm, Sequence[tuple[RunRecord, Results]]]) -> str:
 
 
 def option_notes(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a note for each newest result of a suite with other options than the newest result of the first run."""
+    """Return a note for each newest result of a suite that has other options than the first run's."""
     notes = []
     for suite in dict.fromkeys(suite for run in runs for suite in run.results):
         first, *others = [run for run in runs if suite in run.results]
         for run in others:
             if suite == VERDICT_SUITE and first.config.eval.loss_tokens != run.config.eval.loss_tokens:
-                continue  # A note of `data_notes` says so.
+                continue  # `data_notes` already says so.
             base, result = (of_run[max(of_run)] for of_run in (first.results[suite], run.results[suite]))
             if changes := _changed_options(base, result):
                 fields = "; ".join(f"{name}: {before} and {after}" for name, (before, after) in changes.items())
@@ -102,11 +102,11 @@ def option_notes(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]]:
-    """Return the values of each option in which two results differ."""
+    """Return both values of each option in which two results differ."""
     before, after = flat(first["options"]), flat(second["options"])
 
     def text(value: Any) -> str:
-        """Return a value as JSON, with the first 12 digits of each SHA-256."""
+        """Return a value as JSON, with each SHA-256 shortened to 12 digits."""
         return re.sub(r"([0-9a-f]{12})[0-9a-f]{52}", r"\1…", json.dumps(value, ensure_ascii=False))
 
     changed = [name for name in before if name in after and before[name] != after[name]]
@@ -116,10 +116,10 @@ def _changed_options(first: Result, second: Result) -> dict[str, tuple[str, str]
 def _numbers(
     newest: Newest, *, comparable: bool
 ) -> tuple[list[str], dict[str, list[str | Cell]], list[str], list[str]]:
-    """Return the header and the rows of a table of the numbers, and texts of the counts that are equal in all runs.
+    """Return the header and the rows of a table of numbers, notes, and the names of numbers with a better direction.
 
-    The table also has the differences from the first arm, and the values of chance. The last list has the names of
-    numbers of which one direction is better.
+    A row has the number for each arm, its differences from the first arm, and its value by chance. Counts that are
+    equal in all runs are in the notes instead of the table.
     """
     arms = list(newest)
     of_arms = [[(seeds_of(run), read_numbers(result)) for run, result in of_arm] for of_arm in newest.values()]
@@ -158,7 +158,7 @@ def _numbers(
 
 
 def _is_at_chance(number: Number, values: Sequence[float]) -> bool:
-    """Return whether the mean of values of a number is not better than chance, if that is known."""
+    """Return whether the mean of the values is at most as good as chance. If chance is unknown, return False."""
     if number.chance is None or not values:
         return False
     mean = float(np.mean(values))
@@ -166,10 +166,10 @@ def _is_at_chance(number: Number, values: Sequence[float]) -> bool:
 
 
 def _texts(number: Number, by_arm: Sequence[Sequence[tuple[Any, Number]]]) -> list[str]:
-    """Return the texts of a number: of chance, and of each arm its mean and half the width of its 95 % interval."""
+    """Return the texts of a number: chance, and for each arm the mean and half the width of its 95 % interval."""
     values = [[value for _, value in of_arm] for of_arm in by_arm]
     means = [float(np.mean(of_arm)) if of_arm else None for of_arm in values]
-    # Runs of equal seeds are no sample of seeds.
+    # Runs with equal seeds are not a sample of seeds.
     halves = [half_width([*dict(of).values()]) if 1 < len(dict(of)) == len(of) else None for of in by_arm]
     texts = format_together([number.chance, *means])
     decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
@@ -178,9 +178,9 @@ def _texts(number: Number, by_arm: Sequence[Sequence[tuple[Any, Number]]]) -> li
 
 
 def difference_of(first: Sequence[tuple[Any, Number]], second: Sequence[tuple[Any, Number]]) -> str | Cell:
-    """Return the difference of a number of two arms, with a verdict if one direction is better.
+    """Return the difference in a number between two arms, with a verdict if one direction is better.
 
-    Arms are given by the seeds and the number of each run. If both have several, the difference has its interval.
+    Each arm is a list of the seeds and the number of its runs. If both have several runs, add an interval.
     """
     before, after = (float(np.mean([value for _, value in of_arm])) for of_arm in (first, second))
     number, change = first[0][1], after - before
@@ -201,7 +201,7 @@ def difference_of(first: Sequence[tuple[Any, Number]], second: Sequence[tuple[An
 
 
 def _samples(newest: Newest) -> dict[str, list[tuple[str, str]]]:
-    """Return the samples of the first run of each arm, those of the same prompt together."""
+    """Return the samples of the first run of each arm, grouped by prompt."""
     by_prompt: dict[str, list[tuple[str, str]]] = {}
     for arm, ((_, result), *_) in newest.items():
         for sample in result["details"].get("samples", []):
@@ -210,7 +210,7 @@ def _samples(newest: Newest) -> dict[str, list[tuple[str, str]]]:
 
 
 def _number_panels(suite: str, arms: Sequence[Arm], colours: Mapping[str, str]) -> list[Panel]:
-    """Return a panel for each number of a suite that changes between the evaluated steps of a run."""
+    """Return a panel for each number of a suite that changes over the evaluated steps of a run."""
     runs = [run for arm in arms for run in arm.runs]
     by_step = {r.name: {step: read_numbers(x) for step, x in r.results.get(suite, {}).items()} for r in runs}
     found = {name: x for of_run in by_step.values() for numbers in of_run.values() for name, x in numbers.items()}
@@ -229,7 +229,7 @@ def _number_panels(suite: str, arms: Sequence[Arm], colours: Mapping[str, str]) 
 
 
 def _charts_over_steps(run: str, results: Results) -> list[Panel]:
-    """Return a panel for each line of a chart with `over_steps`. In it, each x, such as a layer, becomes a line."""
+    """Return a panel for each line of a chart with `over_steps`. It has one line per x, such as a layer."""
     found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # (Title, x label) → x → step → y.
     for step, result in results.items():
         for chart in result["charts"]:
@@ -247,10 +247,10 @@ def _charts_over_steps(run: str, results: Results) -> list[Panel]:
 
 
 def _charts(newest: Newest, colours: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the charts of the arms. Line charts of the same name are merged, with a line per arm in its colour.
+    """Return the charts of all arms. Merge line charts of the same name: each arm has a line in its colour.
 
-    If a chart of several arms has several lines, each becomes a chart named `<chart>: <line>`, except for lines that
-    not all of the arms have. Heatmaps are not merged.
+    If the charts to merge have several lines, make one chart per line, named `<chart>: <line>`. Lines that some arms
+    lack go into one common chart. Heatmaps are not merged.
     """
     by_name: dict[str, dict[Arm, dict[str, Any]]] = {}
     for arm, of_arm in newest.items():
@@ -286,9 +286,10 @@ def _merged(charts: Mapping[Arm, dict[str, Any]], colours: Mapping[str, str], ar
 
 
 def _mean_chart(charts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean of an arm's charts, with bands over the range of its runs, or the first if axes differ.
+    """Return the mean of an arm's charts, with bands over the range of its runs, or the first chart if axes differ.
 
-    A band of confidence over so few runs would leave the range of a share. Bands of the runs' own charts are included.
+    The bands are ranges because a confidence interval over so few runs could exceed the range of a share. They include
+    the bands of the runs' own charts.
     """
     first = charts[0]
     if len(charts) == 1:

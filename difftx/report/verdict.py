@@ -15,7 +15,7 @@ from difftx.report.runs import METRIC_UNITS, Metric, RunRecord, different_tokeni
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A headline, and the sentences below it: the uncertainty first, and then what limits the comparison."""
+    """A headline, and sentences below it: first the uncertainty, then the limits of the comparison."""
 
     headline: str
     details: list[str]
@@ -73,7 +73,7 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
 
 
 def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
-    """Return a sentence for each run whose last validation has a non-finite loss, and one for all without a loss."""
+    """Return a sentence for each run with a non-finite last loss, and one for all runs without a loss."""
     found, unvalidated = [], []
     for run in runs:
         step, numbers = run.last_validation()
@@ -87,7 +87,7 @@ def _why_missing(runs: Sequence[RunRecord], metric: Metric) -> list[str]:
 
 
 def interval_text(difference: Difference) -> str:
-    """Return the ends of a difference's 95 % interval."""
+    """Return the ends of a difference's 95 % interval as text."""
     return " to ".join(format_together([difference.low, difference.high], digits=3, signed=True))
 
 
@@ -117,7 +117,7 @@ def _compared(baseline: Arm, other: Arm, metric: Metric, difference: Difference 
 
 
 def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | None, str]:
-    """Return an interval of the second arm minus the first and what it covers, or None and why there is none."""
+    """Return an interval for the second arm minus the first, and what it covers; or None, and why there is none."""
     if max(len(arm.runs) for arm in (first, second)) > 1:
         pairs = ([*zip(map(seeds_of, arm.runs), arm.values(metric), strict=True)] for arm in (first, second))
         return over_runs(*pairs)
@@ -134,14 +134,14 @@ def _difference(first: Arm, second: Arm, metric: Metric) -> tuple[Difference | N
 
 
 def _text(runs: Sequence[RunRecord]) -> str:
-    """Return " on " and the data that the runs are validated on, or "" if the configs do not name the same data."""
+    """Return " on " and the name of the validation data, or "" if the configs name different data."""
     configs = [run.config.data for run in runs]
     names = {data.path or listed([source.name for source in data.sources]) for data in configs}
     return f" on {name}" if len(names) == 1 and (name := names.pop()) else ""
 
 
 def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]]:
-    """Return the nats and the tokens of each block of the last validation, by what identifies the blocks' targets."""
+    """Return nats and tokens of each block of the last validation. The keys identify the blocks' targets."""
     step, _ = run.last_validation()
     sets = run.results.get("loss", {}).get(step, {}).get("details", {}).get("sets", {})
     all_blocks = [scores["blocks"] for scores in sets.values()]
@@ -153,7 +153,7 @@ def _blocks(run: RunRecord) -> dict[tuple[str, ...], tuple[np.ndarray, np.ndarra
 
 
 def _limits(arms: Sequence[Arm]) -> list[str]:
-    """Return sentences on unfinished runs, old validations, and what is unequal: training, sizes, weights or heads."""
+    """Return sentences on unfinished runs, old validations, and unequal training, sizes, weights or heads."""
     runs = [run for arm in arms for run in arm.runs]
     limits = []
     for run in runs:
@@ -173,7 +173,7 @@ def _limits(arms: Sequence[Arm]) -> list[str]:
             limits.append(_unequal(what, {name: f"{size:,}" for name, size in sizes.items()}))
     sources = {arm.name: arm.runs[0].config.checkpoint for arm in arms}
     is_new = {name: source.init_from is None and source.branch_from is None for name, source in sources.items()}
-    # The head norms of several architectures are part of the methods compared.
+    # If architectures differ, their head norms are part of the compared methods.
     is_one_architecture = len({model.architecture for model in models.values()}) == 1
     for what, texts in (
         ("the initial weights", {name: "new ones" if new else "those of another run" for name, new in is_new.items()}),
@@ -190,5 +190,5 @@ def _unequal(what: str, value_of: Mapping[str, str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as words, such as "a, b and c"."""
+    """Join names to a text such as "a, b and c"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

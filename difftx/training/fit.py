@@ -1,4 +1,4 @@
-"""The check that the groups of a config fit each other, the architecture, the tokenizer and the devices."""
+"""Check that the groups of a config fit together, and fit the architecture, the tokenizer and the devices."""
 
 import math
 
@@ -20,7 +20,7 @@ from difftx.training.workload import attention_call, kernel_function
 
 
 def fit(config: Config, mesh: jax.sharding.Mesh | None = None, tokenizer: Tokenizer | None = None) -> Config:
-    """Return the config. Raise `UserError` if its groups do not fit each other, or what is known of the run.
+    """Return the config. Raise `UserError` if its groups contradict each other, the mesh or the tokenizer.
 
     With a mesh, `model.vocab_size` must be set (`with_vocabulary`).
     """
@@ -30,7 +30,7 @@ def fit(config: Config, mesh: jax.sharding.Mesh | None = None, tokenizer: Tokeni
         check_qk_clip(config)
     if mesh is not None:
         _check_batch(config, mesh)
-        make_optimizer(config)  # Raises an error if the optimizer or schedule is unknown, or lacks a rule for µP.
+        make_optimizer(config)  # Raises an error if the optimizer or schedule is unknown, or has no rule for µP.
         _check_kernel(config, mesh)
     if tokenizer is not None:
         _check_vocabulary(config, tokenizer)
@@ -38,7 +38,7 @@ def fit(config: Config, mesh: jax.sharding.Mesh | None = None, tokenizer: Tokeni
 
 
 def check_model(config: Config, mesh: jax.sharding.Mesh | None = None) -> None:
-    """Raise `UserError` if the model does not fit its architecture, or a mesh, which may be one for generation only."""
+    """Raise `UserError` if the model does not fit its architecture or the mesh. The mesh may be one for generation."""
     model = config.model
     check_attention(model, mesh, config.mesh.context_method)
     ARCHITECTURES[model.architecture].check_rows(model, config.data.sequence_length)
@@ -49,7 +49,7 @@ def check_model(config: Config, mesh: jax.sharding.Mesh | None = None) -> None:
 
 
 def check_products(matmul: str, kind: str) -> None:
-    """Raise `UserError` if a kind of device is known to have no units for products in 8 bits."""
+    """Raise `UserError` if devices of this kind are known to lack units for 8-bit products."""
     usable = [name for name, factors in LOW_PRECISION_FACTORS.items() if kind in factors]
     if kind in PEAK_FLOPS and matmul not in (COMPUTE_DTYPE, *usable):
         choices = " or ".join(map(repr, [*usable, COMPUTE_DTYPE]))
@@ -57,7 +57,7 @@ def check_products(matmul: str, kind: str) -> None:
 
 
 def _check_groups(config: Config) -> None:
-    """Raise `UserError` if two groups contradict each other, whatever the model's architecture and the devices are."""
+    """Raise `UserError` if two groups contradict each other, for any architecture and any devices."""
     model, data, train, keep_best = config.model, config.data, config.train, config.checkpoint.keep_best
     unit = data.sequence_length * train.accumulation
     if train.global_batch_tokens % unit:
@@ -100,7 +100,7 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` if the mesh does not divide the rows of a microbatch, or their tokens."""
+    """Raise `UserError` if the rows of a microbatch, or their tokens, cannot be divided evenly over the mesh."""
     length, train = config.data.sequence_length, config.train
     shards, context = batch_shards(mesh), mesh.shape["context"]
     if (rows := config.batch_rows // train.accumulation) % shards:
@@ -117,7 +117,7 @@ def _check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 
 def _check_kernel(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` if the attention kernel cannot run on the devices of the mesh, if they are attached."""
+    """Raise `UserError` if the attention kernel cannot run on the mesh. Skip the check if its devices are absent."""
     name = config.model.attention_implementation
     if name == "auto" or mesh.devices.flat[0] not in jax.devices():
         return
@@ -134,7 +134,7 @@ def _check_kernel(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise `UserError` if the model lacks embeddings of tokens that texts have. Most special tokens are in no text."""
+    """Raise `UserError` if the model lacks embeddings for tokens that occur in texts. Most special tokens never do."""
     size, ends = config.model.embeddings, (tokenizer.eot_token, *tokenizer.prefix)
     if tokenizer.n_vocab > size and (any(tokenizer.token_bytes[size:]) or max(ends) >= size):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Wall time of a run by activity, such as training, evaluation and saving, over all attempts."""
+"""Measure the wall time of a run by activity, such as training, evaluation and saving, over all attempts."""
 
 import contextlib
 import time
@@ -18,20 +18,23 @@ SECTIONS = {
     "save": "saving",
     "lost_work": "steps done again",
 }
-STEPS = ("train", "data_wait")  # Their time counts as "lost_work" if a later attempt repeats the steps.
+STEPS = ("train", "data_wait")  # If a later attempt repeats a step, its time in these sections counts as "lost_work".
 
 
 class Goodput:
-    """A stopwatch that is always in exactly one section. Goodput is the share of the wall time in section "train"."""
+    """A stopwatch that is always in exactly one section.
+
+    Goodput is the fraction of the wall time in section "train".
+    """
 
     def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
-        """Start in section "init", which began when `clock` returned `began`, in seconds."""
+        """Start in section "init". `began` is the value of `clock`, in seconds, at the beginning of this section."""
         self._clock, self._began, self._since, self._section = clock, began, began, "init"
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
-        self._earlier_wall = 0.0  # Wall time of earlier attempts, in seconds.
+        self._earlier_wall = 0.0  # Wall time of earlier attempts in seconds.
 
     def switch(self, section: str) -> str:
-        """Begin a section, and return the name of the section that ends."""
+        """Begin a section, and return the name of the previous one."""
         now, before = self._clock(), self._section
         self._seconds[before] += now - self._since
         self._since, self._section = now, section
@@ -39,7 +42,7 @@ class Goodput:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count the time of the block in section `name`, and then return to the previous section."""
+        """Count the time of a `with` block in section `name`, then return to the previous section."""
         before = self.switch(name)
         try:
             yield
@@ -47,19 +50,19 @@ class Goodput:
             self.switch(before)
 
     def resume(self, metrics: Path, step: int) -> None:
-        """Add the time of the earlier attempts. The time of their steps after `step` counts as lost work.
+        """Add the time of earlier attempts. The time of their steps after `step` counts as lost work.
 
-        `metrics` is the path of metrics.jsonl, which must still have the rows after `step`. The time after its last
-        goodput row is estimated from the train rows that follow.
+        `metrics` is the path of metrics.jsonl, which must still have the rows after `step`. An attempt that was killed
+        has no final goodput row, so its last seconds are estimated from its train rows.
         """
-        newest = kept = dict.fromkeys(SECTIONS, 0.0)  # The last goodput row, and the last one that is not after `step`.
-        unaccounted, last_step = 0.0, 0  # Seconds of train rows since the last goodput row.
+        newest = kept = dict.fromkeys(SECTIONS, 0.0)  # The last goodput row, and the last one up to `step`.
+        unaccounted, last_step = 0.0, 0  # Seconds in train rows since the last goodput row.
         for row in read_metrics(metrics):
             if row["split"] == "goodput":
                 newest, unaccounted = {name: row.get(f"{name}_seconds", 0.0) for name in SECTIONS}, 0.0
                 kept = newest if row["step"] <= step else kept
             elif row["split"] == "train":
-                # The row has the seconds of one step, which stands for all steps since the previous row.
+                # The row has the duration of one step. Assume that all steps since the previous row took as long.
                 unaccounted += row["step_seconds"] * max(row["step"] - last_step, 0)
             if row["split"] not in EVENTS:
                 last_step = row["step"]
@@ -70,7 +73,7 @@ class Goodput:
         self._earlier_wall += sum(newest.values()) + unaccounted
 
     def row(self) -> dict[str, float]:
-        """Return the seconds of each section, the wall time and the goodput of all attempts, for metrics.jsonl."""
+        """Return a row for metrics.jsonl: seconds per section, wall time and goodput, over all attempts."""
         self.switch(self._section)
         wall = self._earlier_wall + self._since - self._began
         seconds = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
@@ -78,7 +81,7 @@ class Goodput:
 
 
 def format_goodput(row: dict[str, float]) -> str:
-    """Return a line with a result of `Goodput.row`: the wall time and the share of each section."""
+    """Format the result of `Goodput.row` as a line with the wall time and the share of each section."""
     wall = row["wall_seconds"]
     shares = (f"{text} {row[f'{name}_seconds'] / max(wall, 1e-9):.1%}" for name, text in SECTIONS.items())
     return f"wall time of the run: {wall:,.1f} s: {', '.join(shares)}"

@@ -1,17 +1,18 @@
-"""Detection of bad steps in training, and the stop or rewind that follows them.
+"""Detect bad training steps, and stop or rewind the run after too many of them.
 
-A step is bad if its loss is a spike, or if the train step (`state.py`) skipped the update because the loss or the
-gradient was not finite. All processes make the same decisions, because the metrics of a step are replicated.
+A step is bad if its loss is a spike, or if the train step (`state.py`) skipped the update because the loss or gradient
+was not finite. Metrics are replicated, so all processes make the same decisions.
 
-After enough bad steps in a row, the run either stops or rewinds. A rewind continues from an earlier checkpoint, deletes
-all later ones, and skips the data of the bad steps and of `guards.skip_steps` more.
+After enough bad steps in a row, the run either stops or rewinds. A rewind continues from an earlier checkpoint and
+deletes all later ones. It skips the data of the bad steps, and the data of the next `guards.skip_steps` steps.
 
 A resumed run makes the same decisions as an uninterrupted run, for three reasons:
 
 1. No checkpoint is written after a bad step, so a checkpoint never has to store counts of bad steps.
-2. A rewind uses only regular checkpoints (`retention.is_regular`), not one that a signal triggered.
-3. A rewind is a commit: of the earlier checkpoint, with the position in the data after the bad steps. A run that is
-   killed before it reaches the same bad steps and the same rewind again. The row in `metrics.jsonl` is for people.
+2. A rewind only uses regular checkpoints (`retention.is_regular`), not those that a signal triggered.
+3. A rewind takes effect when the earlier checkpoint is committed again, with the data position after the bad steps. A
+   run that is killed before this commit reaches the same bad steps and the same rewind again. The row in
+   `metrics.jsonl` is only for people.
 """
 
 import collections
@@ -30,7 +31,7 @@ MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviati
 
 @dataclasses.dataclass(frozen=True)
 class BadSteps:
-    """A series of consecutive bad steps that has reached a limit of the config."""
+    """Consecutive bad steps that have reached a limit of the config."""
 
     first: int
     last: int
@@ -42,13 +43,13 @@ class Rewind:
     """A decision to continue from an earlier checkpoint."""
 
     step: int  # Step of the checkpoint, or 0 for the start of the run.
-    examples: int  # Number of the example, counted from the start of the run, with which training continues.
+    examples: int  # Index of the first example after the rewind, counted from the start of the run.
     cause: dict[str, Any]  # Reason, bad steps and attempt, for the row in metrics.jsonl.
 
     def apply(self, loader: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of loader and guard in the checkpoint, after this rewind and `earlier` ones."""
+        """Return the loader and guard state for the checkpoint, after the rewinds `earlier` and this one."""
         guard, first = loader["guard"], loader["examples"]
-        if guard["rewinds"] and guard["rewinds"][-1]["step"] == self.step:  # An earlier rewind to this checkpoint.
+        if guard["rewinds"] and guard["rewinds"][-1]["step"] == self.step:  # A repeated rewind.
             first = guard["rewinds"][-1]["skipped_examples"][0]
         row = {"step": self.step, **self.cause, "skipped_examples": [first, self.examples]}
         rewinds = [*earlier, row | {"rewinds": len(earlier) + 1}]
@@ -56,15 +57,15 @@ class Rewind:
 
 
 class Guard:
-    """A counter of consecutive bad steps. It also stores recent losses, to detect spikes."""
+    """Count consecutive bad steps, and store recent losses to detect spikes."""
 
     def __init__(self, config: GuardsConfig):
         self._config = config
         self._losses: collections.deque[float] = collections.deque(maxlen=config.spike_window_steps)
         self._first_bad: int | None = None
-        self._skipped = self._spikes = 0  # Numbers of skipped updates and of spikes since the first bad step.
-        self.rewinds: list[dict[str, Any]] = []  # The rows in metrics.jsonl of the run's rewinds so far.
-        # First step after which a regular checkpoint was due, even if it was not saved or has been deleted. In a
+        self._skipped = self._spikes = 0  # Skipped updates and spikes since the first bad step.
+        self.rewinds: list[dict[str, Any]] = []  # Rows in metrics.jsonl about the run's rewinds so far.
+        # First step at which a regular checkpoint was due, even if it was not saved or has been deleted since. For a
         # branch, the step at which the branch begins.
         self.first_regular: int | None = None
         self.tripped: BadSteps | None = None
@@ -75,7 +76,7 @@ class Guard:
         return self._first_bad is None and self.tripped is None
 
     def observe(self, step: int, loss: float, *, skipped: bool) -> None:
-        """Decide whether a step is bad. If consecutive bad steps reach a limit, set `tripped`."""
+        """Decide whether a step is bad, and set `tripped` if consecutive bad steps reach a limit."""
         if not skipped and not self._is_spike(loss):
             self._losses.append(loss)
             self._first_bad, self._skipped, self._spikes = None, 0, 0
@@ -93,7 +94,7 @@ class Guard:
             self.tripped = BadSteps(self._first_bad, step, reason)
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON state for `restore`, which has no counts of bad steps. Call this only after a good step."""
+        """Return the JSON state for `restore`. It has no counts of bad steps, so call this only after a good step."""
         return {"losses": list(self._losses), "rewinds": self.rewinds, "first_regular": self.first_regular}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -106,13 +107,13 @@ class Guard:
             return False
         median = statistics.median(self._losses)
         deviation = MAD_OF_NORMAL * statistics.median(abs(x - median) for x in self._losses)
-        return deviation > 0 and loss - median > threshold * deviation  # A deviation of 0 gives no scale.
+        return deviation > 0 and loss - median > threshold * deviation  # If the deviation is 0, there is no threshold.
 
 
 def decide(
     guard: Guard, config: Config, checkpointer: Checkpointer, examples: int, attempt: int
 ) -> Rewind | dict[str, Any]:
-    """Return the rewind that follows the bad steps, or the row in metrics.jsonl for the end of the run.
+    """Return the rewind that follows the bad steps, or the row for metrics.jsonl if the run must end.
 
     All processes must call this after `guard` has tripped and the last save has ended. `examples` is the number of
     examples that the run had consumed after the last bad step.
@@ -128,7 +129,8 @@ def decide(
         earliest = min(every_steps, guard.first_regular or every_steps)
         from_zero = config.checkpoint.branch_from is None
         why = f"no regular checkpoint from before step {bad.first - 1} is left (checkpoint.keep)"
-        target = decide_on_primary(  # Other processes may list checkpoints that the primary process deletes meanwhile.
+        # Only one process decides, because another could list a checkpoint while it is being deleted.
+        target = decide_on_primary(
             lambda: rewind_target(checkpointer.regular_steps(), bad.first, earliest, from_zero=from_zero)
         )
     where = f"steps {bad.first} to {bad.last}: {bad.reason}"
@@ -143,14 +145,15 @@ def decide(
 
 
 def rewind_target(newest_first: Iterable[int], first_bad: int, earliest: int, *, from_zero: bool) -> int | None:
-    """Return the step of the newest checkpoint to rewind to, 0 for the start of the run, or None if none is left.
+    """Return the step to rewind to: that of the newest suitable checkpoint, 0 to start over, or None if there is none.
 
-    `newest_first` has the steps of the regular checkpoints, and `earliest` is the earliest step at which the run may
-    have had one. `from_zero` is False for a branch, which starts with a checkpoint.
+    `newest_first` has the steps of the regular checkpoints. `earliest` is the first step at which the run may have had
+    one. `from_zero` is False for a branch, because it starts from a checkpoint.
     """
-    # A checkpoint right before the first bad step does not qualify, because its parameters may have caused that step.
+    # Skip a checkpoint right before the first bad step, because its parameters may have caused that step.
     for step in newest_first:
         if step + 1 < first_bad:
             return step
-    # The start of the run is the target only if no checkpoint from before the bad steps can have been deleted.
+    # Start over only if the run never had a checkpoint from before the bad steps. If it had one that is deleted, there
+    # is no target.
     return 0 if from_zero and first_bad <= earliest + 1 else None

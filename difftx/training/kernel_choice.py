@@ -1,11 +1,12 @@
-"""The choice of the attention kernel at the start of a command.
+"""Choose the attention kernels at the start of a command.
 
 On accelerators, with `train.kernel_choice = "measured"`, each process compares all kernels with the reference and times
-them, for the shapes of the run. All processes then use one ranking: if one process rejects a kernel, all do.
+them for the shapes of the run. The processes then agree on one ranking. It leaves out every kernel that any process
+rejects.
 
-The manifest of the run records the ranking. A run that resumes with a primary process on the same devices, with
-the same versions of `COMPILERS`, source files in `KERNELS` and shapes, uses the recorded ranking, so that its results
-stay the same bit for bit. Otherwise, all processes measure again.
+The manifest of the run records the ranking, together with the devices, the versions of `COMPILERS`, the hash of the
+source files in `KERNELS`, and the shapes. If all of these are unchanged on the primary process, a resumed run uses the
+recorded ranking, so its results stay the same bit for bit. If any of them changed, all processes measure again.
 """
 
 import math
@@ -26,14 +27,14 @@ from difftx.training import kernel_measurement
 from difftx.training.checkpoint.manifest import ACCELERATOR_PACKAGES, package_versions
 from difftx.training.workload import kernel_function
 
-COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # Packages whose versions may change a kernel.
+COMPILERS = ("jax", "jaxlib", *ACCELERATOR_PACKAGES)  # A kernel may change with the versions of these packages.
 KERNELS = Path(kernels.__file__).parent
 
 
 def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking]) -> None:
-    """Choose the attention kernels of the configs, and raise `UserError` if JAX finds no device.
+    """Choose the attention kernels of the configs. Raise `UserError` if JAX finds no device.
 
-    Call `multihost.join` and `agree_on_command` first. `recorded` has the rankings that the run has recorded.
+    Call `multihost.join` and `agree_on_command` first. `recorded` has the rankings in the run's manifest.
     """
     automatic = [config for config in configs if config.model.attention_implementation == "auto"]
     measurable = {kernel_function(config): config for config in automatic if config.train.kernel_choice == "measured"}
@@ -60,9 +61,10 @@ def choose(configs: Sequence[Config], recorded: Mapping[str, Ranking]) -> None:
 
 
 def conditions(devices: str, config: Config) -> dict[str, str]:
-    """Return what a ranking of the kernels depends on, as names and texts. `devices` includes their driver."""
+    """Return everything that a ranking of the kernels depends on, by name. `devices` includes their driver."""
     values = flat(values_of(config))
-    # The config that a run records has other values of the preset's fields than the config on the command line.
+    # Leave out the fields that the preset sets: their values in a recorded config differ from those on the command
+    # line.
     set_by_preset = fields_with(Config, Flag.PRESET) if config.mesh.preset == "auto" else []
     determining = {*fields_with(Config, Effect.SHAPES, Effect.FUNCTION, Flag.KERNEL)}.difference(set_by_preset)
     fields = {name: value for name, value in values.items() if name in determining}
@@ -75,7 +77,7 @@ def conditions(devices: str, config: Config) -> dict[str, str]:
 
 
 def combined(results: Mapping[int, kernel_measurement.Measured]) -> kernel_measurement.Measured:
-    """Return each kernel's largest time in any process, fastest first, without kernels that a process rejects."""
+    """Return the slowest time of each kernel over all processes, fastest kernel first, without rejected kernels."""
     rejected: dict[str, str] = {}
     for process, (_, reasons) in results.items():
         for name, reason in reasons.items():
@@ -86,7 +88,7 @@ def combined(results: Mapping[int, kernel_measurement.Measured]) -> kernel_measu
 
 
 def _use(ranking: Ranking, recorded: Ranking | None) -> None:
-    """Let "auto" follow a ranking, and print it, with what has changed since the recorded one."""
+    """Make "auto" follow `ranking`, and print it together with what changed since `recorded`."""
     if recorded is not None and ranking != recorded:
         before, after = (next(iter(each.milliseconds), "none") for each in (recorded, ranking))
         others = [name for name, value in ranking.conditions.items() if recorded.conditions.get(name) != value]

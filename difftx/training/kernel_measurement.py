@@ -1,9 +1,9 @@
-"""Measurement of the attention kernels of a config.
+"""Time the attention kernels of a config.
 
 A kernel may hang, or leave the device in a state in which every later call fails. On GPUs, a child process therefore
-measures the kernels before this process opens the device; after a failure, a new child measures the remaining ones. A
-TPU belongs to one process, so the process itself measures there. If a kernel hangs, it exits with code 1 and a message
-that suggests a fix.
+measures the kernels before this process opens the device. After a failure, a new child measures the remaining kernels.
+A TPU belongs to one process, so this process itself measures there. If a kernel hangs on a TPU, this process exits with
+code 1 and a message that suggests a fix.
 """
 
 import importlib.metadata
@@ -29,20 +29,17 @@ from difftx.training.workload import attention_workload
 
 DEADLINE_SECONDS = 60.0  # Time for all kernels.
 KERNEL_SECONDS = 25.0  # Time for one kernel, including its compilation.
-Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds, or else the reason for a rejection, by kernel.
-Outcomes = dict[str, float | str]  # The same in one dictionary.
+Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds by kernel, and reasons for rejection by kernel.
+Outcomes = dict[str, float | str]  # Milliseconds or the reason for rejection, by kernel.
 
 
 def has_nvidia_gpu() -> bool:
-    """Return whether this machine has the NVIDIA driver. JAX may use another platform nevertheless."""
+    """Return whether this machine has the NVIDIA driver. Even if it does, JAX may use another platform."""
     return shutil.which("nvidia-smi") is not None
 
 
 def gpu_identity() -> str | None:
-    """Return the number and names of the NVIDIA GPUs that JAX will use, with their driver, or None.
-
-    JAX does not open the devices.
-    """
+    """Return the number, names and driver of the NVIDIA GPUs that JAX will use, or None. Do not open the devices."""
     platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if platforms[0] not in ("", "cuda", "gpu") or not has_nvidia_gpu() or not any("cuda" in p.name for p in plugins):
@@ -54,7 +51,7 @@ def gpu_identity() -> str | None:
 
 
 def measured(config: Config) -> Measured:
-    """Measure the kernels of a config; the fastest comes first. On GPUs, call this before JAX opens the devices."""
+    """Measure the kernels of a config, and sort them by time. On GPUs, call this before JAX opens the devices."""
     outcomes = _measured_here(config) if gpu_identity() is None else _measured_by_children(config)
     milliseconds = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, str)}
     rejected = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
@@ -67,7 +64,7 @@ def _measured_by_children(config: Config) -> Outcomes:
     outcomes: Outcomes = {}
     todo: list[str] | None = None
     extensions = [extension.path for extension in loaded_extensions()]
-    # Set by `jax.distributed` if each process has some of the GPUs.
+    # `jax.distributed` sets this if each process uses only some of the GPUs.
     devices = jax.config.read("jax_cuda_visible_devices")
     while todo is None or todo:
         pipe, end = context.Pipe(duplex=False)
@@ -102,7 +99,7 @@ class _FailedError(Exception):
 
 
 def _received(pipe: Connection, deadline: float) -> Any:
-    """Return what a child sends. Raise `_FailedError` if it sends nothing until the deadline, or ends."""
+    """Receive an object from a child. Raise `_FailedError` if the child ends or sends nothing until the deadline."""
     began = time.monotonic()
     try:
         if pipe.poll(max(0.0, deadline - began)):
@@ -115,11 +112,11 @@ def _received(pipe: Connection, deadline: float) -> Any:
 def _child(
     end: Connection, config: Config, extensions: list[str], devices: str, processes: int, todo: list[str] | None
 ):
-    """Send the names of the kernels to measure, and then, for each, its milliseconds or the reason why it failed.
+    """Send the names of the kernels to measure, then the outcome of each: milliseconds, or why it failed.
 
-    The first failure is the last thing that a child sends, because another child measures the remaining kernels.
+    Stop after the first failure, because another child measures the remaining kernels.
     """
-    # A hung kernel must not keep the GPU if the parent dies.
+    # Exit with the parent, so that a hung kernel does not keep the GPU.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     jax.config.update("jax_cuda_visible_devices", devices)
@@ -142,7 +139,7 @@ def _end_with_parent() -> None:
 
 
 def _outcome(workload: Workload, name: str) -> float | str:
-    """Return the milliseconds of a kernel, or the reason why it failed."""
+    """Measure a kernel. Return milliseconds, or the reason why it failed."""
     try:
         return measure(workload, name)
     except Exception as error:  # A kernel may raise any exception.
@@ -159,7 +156,8 @@ def _measured_here(config: Config) -> Outcomes:
     watchdog.daemon = True
     watchdog.start()
     for name in workload.candidates():
-        if time.monotonic() > last_start:  # The watchdog ends the process even if a kernel is only slow to compile.
+        # The watchdog would also end the process for a kernel that is only slow to compile.
+        if time.monotonic() > last_start:
             outcomes |= _not_tried([name])
             continue
         running[:] = [name]
@@ -169,7 +167,7 @@ def _measured_here(config: Config) -> Outcomes:
 
 
 def _not_tried(names: list[str]) -> Outcomes:
-    # Without "xla", which compiles for every device, there might be no kernel at all.
+    # Keep "xla", which compiles on every device. If all kernels were rejected, none could run.
     return {name: f"not tried within {DEADLINE_SECONDS:.0f} s" for name in names if name != "xla"}
 
 

@@ -1,35 +1,35 @@
-"""The range of λ in which a layer cancels noise, and the warning for a layer whose λ leaves it."""
+"""Warn when λ of a layer leaves the range in which differential attention cancels noise."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 LOWEST_LAMBDA, HIGHEST_LAMBDA = -0.5, 2.0
-BELOW = "the second attention weights are added to the first"  # What happens below the range.
-ABOVE = "the second attention weights dominate the first"  # What happens above the range.
-LAMBDA_SPLIT = "lambda_crossing"  # Split of rows of metrics.jsonl that record a layer (from 1) whose λ left the range.
+BELOW = "the second attention weights are added to the first"  # For the warning: the effect of a λ below the range.
+ABOVE = "the second attention weights dominate the first"  # For the warning: the effect of a λ above the range.
+LAMBDA_SPLIT = "lambda_crossing"  # Split of a row in metrics.jsonl: λ of a layer (numbered from 1) left the range.
 
 
 class LambdaRange:
-    """A record of the layers whose λ is outside of the range from `LOWEST_LAMBDA` to `HIGHEST_LAMBDA`."""
+    """Track the layers with λ outside the range from `LOWEST_LAMBDA` to `HIGHEST_LAMBDA`."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-        """Start with the layers that were outside at the end of `rows`, the metrics of earlier attempts."""
+        """Find the layers that were outside at the end of earlier attempts. `rows` are the metrics of these."""
         self._outside: set[int] = set()
         for row in rows:
             if row["split"] == "train":
                 self._outside = _layers_outside(row.get("lambda") or ())
-            elif row["split"] == LAMBDA_SPLIT:  # The step may have no train row.
+            elif row["split"] == LAMBDA_SPLIT:  # This step may have no train row.
                 self._outside.add(row["layer"])
 
     def observe(self, lambda_L: Sequence[float]) -> list[int]:
-        """Return the layers, numbered from 1, whose λ left the range since the last call, given the λ of all layers."""
+        """Return the layers (from 1) that left the range since the last call. `lambda_L` has λ of all layers."""
         before, self._outside = self._outside, _layers_outside(lambda_L)
         return sorted(self._outside - before)
 
 
 def lambda_warning(step: int, layer: int, value: float) -> str:
-    """Return the warning for a layer whose λ left the range."""
+    """Return the warning that λ of a layer has left the range."""
     what = BELOW if value < LOWEST_LAMBDA else ABOVE
     if math.isnan(value):
         what = "is not a number"
@@ -40,5 +40,5 @@ def lambda_warning(step: int, layer: int, value: float) -> str:
 
 
 def _layers_outside(lambda_L: Sequence[float | None]) -> set[int]:
-    """Return the layers, numbered from 1, whose λ is outside of the range. None stands for a non-finite λ."""
+    """Return the layers (from 1) with λ outside the range. None stands for a non-finite λ."""
     return {i for i, value in enumerate(lambda_L, 1) if value is None or not LOWEST_LAMBDA <= value <= HIGHEST_LAMBDA}

@@ -1,4 +1,4 @@
-"""The training loop, which starts again from an earlier checkpoint after too many bad steps."""
+"""The training loop. After too many bad steps, it starts again from an earlier checkpoint."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ from difftx.training.teacher import Teacher, read_teacher
 from difftx.training.trainable import merged
 
 PROGRESS_LABEL = "{what} {done}/{total}"
-# Path in `evals/` of a suite's result, journal or figure, of a step.
+# Paths below `evals/` that belong to one step: results, journals of items, and figures.
 RESULT_FILE = re.compile(r"[^/]+/(\d+)(\.ema)?(\.json|(\.\w+)?\.items\.jsonl|/[^/]+\.(png|svg))")
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
@@ -56,13 +56,13 @@ def train(
     began: float | None = None,
     allow_config_change: bool = False,
 ) -> int:
-    """Train from the newest checkpoint, or from the start, to the last step, and return the exit code.
+    """Train from the newest checkpoint, or from the start, to the last step. Return the exit code.
 
-    `evaluate` is `difftx.evals.evaluate`, called every `eval.every_steps`, and `exports` the module
-    `difftx.interop.exports`, used every `checkpoint.export_every_steps`. They are arguments, because these packages
-    import this one. `began` is the result of `time.perf_counter()` at the start of the process. The exit code is
-    `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device has no
-    more memory.
+    `evaluate` is `difftx.evals.evaluate`, called every `eval.every_steps`. `exports` is the module
+    `difftx.interop.exports`, called every `checkpoint.export_every_steps`. Both are parameters because their packages
+    import this one. `began` is the value of `time.perf_counter()` at the start of the process. The exit code is
+    `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device runs out
+    of memory.
     """
     interrupt = Interrupt()
     try:
@@ -81,9 +81,9 @@ def train(
 
 
 class Training:
-    """The training of a run in this process: restore, take steps, evaluate and save until the run ends or is stopped.
+    """Train one run in this process: restore, take steps, evaluate and save until the run ends or is stopped.
 
-    After a rewind, the process begins again with the newest checkpoint, as a new process would.
+    After a rewind, it restores the newest checkpoint, just as a new process would.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Training:
         self._train_step, self._teacher = jax.jit(make_train_step(run.config, config), donate_argnums=0), params
 
     def run_to_end(self, began: float) -> int:
-        """Train, and return the exit code. `began` is the result of `time.perf_counter()` at the start."""
+        """Train to the end, and return the exit code. `began` is the value of `time.perf_counter()` at the start."""
         self._begin(began)
         if self._start < self._config.train.steps:
             self._compile()
@@ -112,7 +112,7 @@ class Training:
         return code
 
     def _begin(self, began: float) -> None:
-        """Restore or create the state, write the files of the run, and drop the records of steps after the start."""
+        """Restore or create the state, write the run's files, and drop metrics and results of steps after the start."""
         run, config = self._run, self._config
         self._goodput = Goodput(began)
         self._checkpointer = Checkpointer(
@@ -130,7 +130,7 @@ class Training:
         self._monitor.beat(self._start)
         if is_primary():
             run.write_files(self._state.source_weights, has_saved=bool(steps) or self._start > 0)
-            # Read goodput before the writer is created, because the writer deletes the rows of later steps.
+            # Read these rows before the writer is created, because it deletes the rows of later steps.
             self._goodput.resume(run.files / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(
             run.files,
@@ -145,7 +145,7 @@ class Training:
         if is_primary():
             run.owner.check()
             remove_later_evaluations(run.files, self._start)
-            # The newest rewind has no row yet. A corrupt row has been dropped.
+            # The newest rewind has no row yet. An earlier row may have been dropped because it was corrupt.
             for rewind in self._state.guard.rewinds:
                 if {"split": "rewind", **rewind} not in self._writer.events:
                     self._writer.write("rewind", rewind["step"], rewind)
@@ -157,16 +157,17 @@ class Training:
         self._write_goodput()
 
     def _compile(self) -> None:
-        """Compile the train step in all processes, before one of them runs it and waits for the others."""
+        """Compile the train step in all processes before one of them runs it and waits for the others."""
         display = Work(enabled=is_primary(), is_output=True)
         with display, self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
             self._train_step.lower(self._state.train, self._state.loader.abstract_batch(), *self._teacher).compile()
-            # Compilation may take much longer in one process. The heartbeat detects a process that died or froze.
+            # Compilation may take much longer in one process than in another, so wait for as long as the watchdog. The
+            # heartbeat detects a process that died or hangs.
             barrier("compiled train step", max(self._barrier_timeout, self._config.multihost.watchdog_seconds))
         self._monitor.beat(self._start)
 
     def _train(self) -> int | None:
-        """Take steps, and return the exit code, or None after a rewind."""
+        """Take steps until the run ends or is stopped. Return the exit code, or None after a rewind."""
         config, steps, interrupt, state = self._config, self._config.train.steps, self._interrupt, self._state
         guard = state.guard
         display = Work(enabled=is_primary(), is_output=True)
@@ -189,7 +190,7 @@ class Training:
                     self._save(reporter, rolling=True)
             reporter.flush()
             self._goodput.switch("save")
-            # The last step is saved even if it is bad, because a run is finished once it has that step's checkpoint.
+            # Save the last step even if it is bad: a run counts as finished once this checkpoint exists.
             should_save = guard.last_step_is_good or (state.step == steps and guard.tripped is None)
             if should_save:
                 require_equal_replicas(state.train.params, "last checkpoint", self._barrier_timeout)
@@ -204,7 +205,7 @@ class Training:
             batch = next(state.loader)
         data_wait = time.perf_counter() - waited
         self._tracer.start(state.step + 1, reporter.wait)
-        # Raise an error for an accidental transfer between host and device, because it would stall all devices.
+        # Forbid implicit transfers between host and device, because they would stall all devices.
         with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=state.step + 1):
             state.train, metrics = self._train_step(state.train, batch, *self._teacher)
         state.step += 1
@@ -218,7 +219,7 @@ class Training:
         barrier(f"evaluation after step {step}", self._barrier_timeout)
         reporter.flush()
         with self._goodput.section("eval"):
-            # The watchdog takes progress of the evaluation as a sign of life.
+            # Progress of the evaluation counts as a heartbeat.
             work = Work(enabled=False, on_advance=functools.partial(self._monitor.beat, step))
             suites = self._config.eval.suites if state.guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
@@ -227,8 +228,9 @@ class Training:
                 params = merged(state.train.params, self._config.train)
                 results = self._evaluate_suites(self._run, params, step, suites, work, weights)
             except Exception:
-                # A restart from an earlier checkpoint would fail at the same evaluation again, so save this step. With
-                # several processes, those that have not failed still wait in the evaluation and cannot take part.
+                # Save this step, because a restart from an earlier checkpoint would fail at the same evaluation again.
+                # With several processes, do not save: those that have not failed still wait in the evaluation and
+                # cannot take part.
                 if jax.process_count() == 1 and state.guard.last_step_is_good:
                     state.save(wait=True)
                     saved = "the evaluation failed; its checkpoint is saved, so a restart continues after it"
@@ -245,7 +247,7 @@ class Training:
     def _save(self, reporter: "Reporter", *, rolling: bool = False) -> None:
         state, step = self._state, self._state.step
         require_equal_replicas(state.train.params, f"checkpoint of step {step}", self._barrier_timeout)
-        # Flush before the save, so that metrics.jsonl has all steps up to the checkpoint.
+        # Flush first, so that metrics.jsonl has all steps up to the checkpoint.
         reporter.flush()
         self._write_goodput()
         if state.guard.first_regular is None and not rolling:
@@ -256,9 +258,10 @@ class Training:
         reporter.restart_clock()
 
     def _export(self, reporter: "Reporter", display: Work, *, only_if_absent: bool = False) -> None:
-        """Wait until this step's checkpoint is on disk, and export it, if the step has an export.
+        """Export this step if an export is due. First wait until its checkpoint is on disk.
 
-        At the start, the export is absent if an earlier process ended between the save and the export.
+        `only_if_absent` is for the start of an attempt: the previous one may have ended between the save and the
+        export.
         """
         step, every_steps = self._state.step, self._config.checkpoint.export_every_steps
         is_exported = every_steps is not None and step > 0 and step % every_steps == 0
@@ -273,7 +276,7 @@ class Training:
         reporter.restart_clock()
 
     def _finish(self, *, saved: bool) -> int | None:
-        """Report how the training ended, and return the exit code, or None after a rewind."""
+        """Report how the training ended. Return the exit code, or None after a rewind."""
         step, steps = self._state.step, self._config.train.steps
         code = 0 if step == steps else EXIT_PREEMPTED
         if self._state.guard.tripped is not None:
@@ -299,14 +302,14 @@ class Training:
 
 @jax.jit
 def _sum_of_bits(params: Any) -> jax.Array:
-    """Return the sum of float32 arrays as integers, modulo 2³². Each replica computes its own."""
+    """Return the sum of the bits of all float32 parameters, modulo 2³². Each replica computes its own sum."""
     return jnp.sum(jnp.stack([jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in jax.tree.leaves(params)]))
 
 
 def require_equal_replicas(params: Any, when: str, timeout_seconds: float) -> None:
-    """Wait for all processes, and raise `UserError` in all of them if they have different replicas of the parameters.
+    """Compare the replicas of the parameters between processes. Raise `UserError` in all of them if any differ.
 
-    XLA assumes that replicas are equal, and never compares them.
+    All processes must call this. XLA assumes that replicas are equal, and never compares them.
     """
     if process_count() > 1:
         sums = sorted({int(shard.data) for shard in _sum_of_bits(params).addressable_shards})
@@ -314,9 +317,9 @@ def require_equal_replicas(params: Any, when: str, timeout_seconds: float) -> No
 
 
 class Reporter:
-    """A reporter of metrics.
+    """Report the metrics of each step.
 
-    It fetches the metrics of a step after the next step has been dispatched, so that no device waits for the host.
+    The metrics of a step are fetched after the next step has been dispatched, so that no device waits for the host.
     """
 
     def __init__(self, run: Run, writer: MetricsWriter, display: Work, advance: Advance, guard: Guard):
@@ -324,7 +327,7 @@ class Reporter:
         self._display, self._advance = display, advance
         model, length = run.config.model, run.config.data.sequence_length
         peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
-        # Name of the metric → MFU per token/s. Empty if the peak of the device is not known.
+        # Metric → MFU per token/s. Empty if the peak FLOPS of the device are unknown.
         self._mfu_per_token_rate = {
             name: flops_per_token(model, length, causal=causal) / (peak * run.mesh.size)
             for name, causal in (("mfu", False), ("mfu_causal", True))
@@ -335,12 +338,12 @@ class Reporter:
         self._last = time.perf_counter()
 
     def push(self, step: int, metrics: Metrics, tokens: int, data_wait: float) -> None:
-        """Report the previous step, and store the metrics of this one. `tokens` counts those of all steps so far."""
+        """Report the previous step, then store this step's metrics. `tokens` counts the tokens of all steps so far."""
         self.flush()
         self._pending = (step, metrics, tokens, data_wait)
 
     def flush(self) -> None:
-        """Wait for the stored metrics, report them, and let the guard decide whether the step is bad."""
+        """Wait for the stored metrics, report them, and tell the guard, which decides whether the step is bad."""
         if self._pending is None:
             return
         (step, metrics, tokens, data_wait), self._pending = self._pending, None
@@ -348,7 +351,7 @@ class Reporter:
         if not self._config.logging.watches(step):
             row.pop(LARGEST_LOGITS, None)
         self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
-        # Write a row for each bad step, whatever `logging.every_steps` is.
+        # Log every bad step, even if `logging.every_steps` would skip it.
         is_logged = step % self._config.logging.every_steps == 0 or step == self._config.train.steps
         if is_logged or not self._guard.last_step_is_good:
             self._writer.write("train", step, row)
@@ -369,7 +372,7 @@ class Reporter:
             jax.block_until_ready(self._pending[1])
 
     def restart_clock(self) -> None:
-        """Do not count the time until now in the duration of the next step."""
+        """Leave the time until now out of the next step's duration."""
         self._last = time.perf_counter()
 
     def _row(self, metrics: Mapping[str, Any], tokens: int, data_wait: float) -> dict[str, Any]:
@@ -387,9 +390,9 @@ class Reporter:
 
 
 def remove_later_evaluations(folder: Path, step: int) -> None:
-    """Delete the results in `evals/` of steps after `step`, because these steps are trained again.
+    """Delete the results in `evals/` of steps after `step`, because these steps will be trained again.
 
-    Files of other names are not difftx's.
+    Keep files with unknown names, because difftx did not write them.
     """
     evals = folder / "evals"
     for parent, _, files in evals.walk():
@@ -397,5 +400,5 @@ def remove_later_evaluations(folder: Path, step: int) -> None:
             found = RESULT_FILE.fullmatch(file.relative_to(evals).as_posix())
             if found and int(found[1]) > step:
                 file.unlink()
-                with contextlib.suppress(OSError):  # A folder of figures is deleted with its last figure.
+                with contextlib.suppress(OSError):  # Delete a folder of figures together with its last figure.
                     file.parent.rmdir()

@@ -1,8 +1,8 @@
 """Negative log-likelihood (NLL) of the next token and z-loss, with the vocabulary sharded across devices.
 
-Logits are computed for one chunk of tokens at a time, because those of a row of 64K tokens would take 26 GB in float32
-for a vocabulary of 100,288 tokens. When the loss is differentiated, the forward pass also computes the gradient of each
-chunk, so that the logits are neither stored nor computed again in the backward pass.
+Logits are computed for one chunk of tokens at a time: for a row of 64K tokens and a vocabulary of 100,288, all logits
+would take 26 GB in float32. When the loss is differentiated, the forward pass also computes the gradient of each chunk,
+so the backward pass neither needs stored logits nor computes them again.
 """
 # Axes: B = batch, T = tokens, D = model width, V = vocabulary, N = all tokens on one device, C = tokens of a chunk.
 
@@ -20,10 +20,10 @@ from difftx.model.decoder import Decoder
 from difftx.model.layers import soft_cap
 from difftx.parallel.layout import Layout
 
-# Number of logits per chunk and device, about 256 MiB in float32, and 2 GiB on devices with much memory. Each chunk
-# reads and writes the float32 gradient of the table, which takes longer than its products if the chunk has few tokens.
+# Logits per chunk and device: 256 MiB in float32, or 2 GiB on devices with much memory. Each chunk reads and writes the
+# float32 gradient of the table. For chunks with few tokens, this takes longer than the matrix products.
 CHUNK_LOGITS, LARGE_CHUNK_LOGITS = 2**26, 2**29
-CHUNK_MULTIPLE = 256  # Tokens. Products on GPUs and TPUs waste a part of their last tile unless it is full.
+CHUNK_MULTIPLE = 256  # In tokens. If it is not a multiple of the tile size, GPUs and TPUs waste part of the last tile.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Distillation:
 
     weight: float
     temperature: float
-    logit_soft_cap: float | None  # The soft cap of the teacher's logits.
+    logit_soft_cap: float | None  # Soft cap on the teacher's logits.
 
 
 def batch_loss(
@@ -44,9 +44,9 @@ def batch_loss(
     weight: float = 0.0,
     temperature: float = 1.0,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], dict[str, jax.Array]]:
-    """Return the results of `weighted_loss` for the targets in the loss mask, and per-layer statistics.
+    """Return the results of `weighted_loss` for the unmasked targets, and statistics per layer.
 
-    `watch` is that of `Decoder.hidden`. `weight` and `temperature` are those of the `Distillation` of a teacher.
+    `watch` is passed to `Decoder.hidden`. `weight` and `temperature` are the fields of `Distillation`.
     """
     of_teacher, distillation = (), None
     if teacher is not None:
@@ -69,7 +69,7 @@ def token_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Return -log p(target) in nats, float32 `[B, T]`, and whether no other token is more likely, bool `[B, T]`.
 
-    `x_BTD` is the last hidden state and `table_VD` the unembedding.
+    `x_BTD` is the last hidden state, and `table_VD` is the unembedding.
     """
     nll_BT, _, is_largest_BT = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
     return nll_BT, is_largest_BT
@@ -86,11 +86,12 @@ def weighted_loss(
     teacher: tuple[jax.Array, ...] = (),
     distillation: Distillation | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return the weighted sum of NLL and z-loss over all tokens, and those of NLL and of z-loss alone, in nats.
+    """Return the weighted sum of the loss over all tokens, and its parts: the sums of NLL and of z-loss, in nats.
 
     The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv 2204.02311).
-    With a `teacher`, its last hidden state and its unembedding, the loss of `Distillation` takes the place of NLL, and
-    the sum of the KL divergence follows. The single sums and the teacher are constant in the backward pass.
+    `teacher` is the last hidden state and the unembedding of a teacher. With a teacher, the loss of `Distillation`
+    replaces the NLL, and the parts include the sum of the KL divergence. The parts have no gradient, nor has the
+    teacher.
     """
     rest = logit_soft_cap, z_loss, teacher, distillation
     if distillation is not None:
@@ -140,7 +141,7 @@ def _sums(weight_BT, z_loss, distillation: Distillation | None, nll_BT, log_z_BT
 
 
 def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
-    """Return the NLL, log Z, and whether no other token is more likely than the target, `[B, T]` each."""
+    """Return NLL, log Z, and whether no other token is more likely than the target, each `[B, T]`."""
 
     def on_one_device(x_BTD, table_VD, targets_BT):
         table_VD = _whole_rows(table_VD, x_BTD.dtype)
@@ -154,7 +155,7 @@ def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
 
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
-    # check_vma is off here and above, because nothing differentiates through the collectives.
+    # check_vma is off, here and in the forward pass, because nothing differentiates through the collectives.
     call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)
     return call(x_BTD, table_VD, targets_BT)
 
@@ -162,7 +163,7 @@ def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
 def _loss_and_gradients(
     x_BTD, table_VD, targets_BT, weight_BT, *teacher, logit_soft_cap, z_loss, distillation: Distillation | None = None
 ):
-    """Return the NLL and log Z of one device's tokens, and the gradients for its x and its shard of the table.
+    """Return NLL and log Z of one device's tokens, and the gradients of its hidden states and its shard of the table.
 
     With a teacher's hidden state and unembedding, also return the KL divergence, after log Z.
     """
@@ -200,7 +201,7 @@ def _loss_and_gradients(
 
 
 def _divergence(logits_CV, teacher_CD, teacher_VD, distillation: Distillation):
-    """Return KL(teacher ‖ model) of each token, and by how much the model's probabilities exceed the teacher's."""
+    """Return KL(teacher ‖ model) of each token, and the model's probabilities minus the teacher's."""
     teacher_CV = jnp.einsum("CD,VD->CV", teacher_CD, teacher_VD, preferred_element_type=jnp.float32)
 
     def log_softmax(logits_CV):
@@ -214,17 +215,17 @@ def _divergence(logits_CV, teacher_CD, teacher_VD, distillation: Distillation):
 
 
 def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return this device's rows of the table with their full width D, which is sharded along `fsdp`."""
+    """Gather the full width D of this device's table rows, which is sharded along `fsdp`."""
     return jax.lax.all_gather(table_VD.astype(dtype), "fsdp", axis=1, tiled=True)
 
 
 def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array, logit_soft_cap: float | None):
-    """Return this device's logits, the log-sum-exp over the vocabulary, the targets' logits, and the targets' mask."""
+    """Return this device's logits, the log-sum-exp over the whole vocabulary, the target logits and the target mask."""
     logits_CV = soft_cap(jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32), logit_soft_cap)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
     is_target_CV = first + jnp.arange(table_VD.shape[0])[None] == target_C[:, None]
-    # The target's row may be on another device, so its logit is a sum of zeros and at most one logit. In one reduction
-    # with the maximum, the sum does not read the logits again.
+    # Only one device has the target's row. So sum the masked logits over all devices to get the target's logit. Compute
+    # this sum in the same reduction as the maximum, to read the logits only once.
     largest_C, target_logit_C = jax.lax.reduce(
         (logits_CV, jnp.where(is_target_CV, logits_CV, 0)),
         (jnp.float32(-jnp.inf), jnp.float32(0)),
@@ -237,7 +238,7 @@ def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array, logit_sof
 
 
 def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]:
-    """Split `[B, T, …]` into `[chunks, C, …]`, and pad the last chunk with zeros."""
+    """Split `[B, T, …]` into chunks `[chunks, C, …]`, and pad the last chunk with zeros."""
     N = arrays_BT["target"].size
     limit = LARGE_CHUNK_LOGITS if target.has_large_memory() else CHUNK_LOGITS
     count = -(-N * table_VD.shape[0] // limit)
@@ -255,6 +256,6 @@ def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]
 
 
 def _joined(x_chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Join `[chunks, C, …]` to `shape`, and drop the padding of the last chunk."""
+    """Join chunks `[chunks, C, …]` to `shape`, and drop the padding of the last chunk."""
     x_N = x_chunks.reshape(-1, *x_chunks.shape[2:])
     return x_N[: shape[0] * shape[1]].reshape(shape)

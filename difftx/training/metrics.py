@@ -1,4 +1,4 @@
-"""Metrics of a run in metrics.jsonl and in trackers."""
+"""Write the metrics of a run to metrics.jsonl and to trackers, and read metrics.jsonl."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ from difftx.training.lambda_range import LAMBDA_SPLIT
 from difftx.training.trackers import Attempt, start_trackers
 
 NEWEST_BYTES = 65_536
-ROW_FIELDS = {"split": str, "step": int, "attempt": int}  # Types of the fields of every row.
+ROW_FIELDS = {"split": str, "step": int, "attempt": int}  # Every row has these fields, with these types.
 # Split → types of the fields that its rows have in addition to `ROW_FIELDS`.
 SPLIT_FIELDS = {
     "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
@@ -28,13 +28,13 @@ SPLIT_FIELDS = {
     "rewind": {"reason": str, "bad_steps": list, "skipped_examples": list, "rewinds": int},
     "stop": {"reason": str, "bad_steps": list},
 }
-EVENTS = ("rewind", "stop")  # Splits of rows for people, which stay when the run returns to an earlier step.
+EVENTS = ("rewind", "stop")  # Splits of rows for people. These rows stay when the run returns to an earlier step.
 
 
 class MetricsWriter:
-    """A writer of metrics to metrics.jsonl and to the trackers of `logging.trackers`.
+    """Write metrics to metrics.jsonl and to the trackers in `logging.trackers`.
 
-    It first deletes the rows of earlier attempts for steps after `start_step`, except `EVENTS`. It does nothing unless
+    First delete the rows of earlier attempts for steps after `start_step`, except `EVENTS`. Do nothing at all unless
     `enabled`.
     """
 
@@ -50,10 +50,10 @@ class MetricsWriter:
         address: str | None = None,
         run_config: Mapping[str, Any] | None = None,
     ):
-        """Rewind the file. `owner` is that of the `Run`, and `folder` has its small files.
+        """Open the file and drop the rows after `start_step`. `owner` is that of the `Run`.
 
-        For the trackers, `run_id` is the unique identifier of the run, `address` its absolute path, by default
-        `folder`, and `run_config` its fields.
+        `folder` has the run's small files. The trackers get `run_id`, the unique identifier of the run, `address`, the
+        run's absolute path (by default `folder`), and `run_config`, the fields of its config.
         """
         self.path = folder / "metrics.jsonl"
         self.attempt = 0
@@ -83,14 +83,14 @@ class MetricsWriter:
         self._trackers = start_trackers(config.trackers, attempt)
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row without buffering. The values are numbers, lists of numbers, or texts."""
+        """Write one row without buffering. Values are numbers, lists of numbers, or texts."""
         if self._file is None:
             return
         numbers = {name: _plain(value) for name, value in values.items()}
         row = {"split": split, "step": step, "attempt": self.attempt, **numbers}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         try:
-            if self._file.write(line) != len(line):  # A full disk may shorten a write without an error.
+            if self._file.write(line) != len(line):  # On a full disk, a write may be short without an error.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise RunError(
@@ -105,7 +105,7 @@ class MetricsWriter:
             self._trackers.call("close")
 
     def _kept(self, log: JsonLines, start_step: int) -> Iterator[dict[str, Any]]:
-        """Yield the events, and the rows up to `start_step`. Set `events`, and this attempt's number, from 1."""
+        """Yield the rows to keep: events, and rows up to `start_step`. Set `events` and the number of this attempt."""
         for row in _parse_rows(log.content()):
             self.attempt = max(self.attempt, row["attempt"])
             if row["split"] in EVENTS:
@@ -118,7 +118,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics.jsonl, of which a long run has millions. An absent file has none."""
+    """Yield the valid rows of a metrics.jsonl. A long run has millions. A missing file has no rows."""
     return _parse_rows(JsonLines(path).content())
 
 
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the row's numbers with keys "split/name", and "split/name/01", "split/name/02", … for items of a list."""
+    """Return the numbers of a row by "split/name". Items of a list get "split/name/01", "split/name/02", …."""
     flat: dict[str, float] = {}
 
     def add(name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer muon: AdamW, with orthogonalised momentum as the updates of projections (K. Jordan, 2024)."""
+"""The optimizer "muon": orthogonalised momentum for projections, AdamW for all else (K. Jordan, 2024)."""
 # Axes: L = layers, M and N = inputs and outputs of a matrix, … = further axes of a batch of matrices
 
 import math
@@ -14,18 +14,18 @@ from difftx.config import Config
 from difftx.training.parametrization import adam_eps, rate_factors
 from difftx.training.trainable import metadata
 
-MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # Input axes and output axes of weights, counted from the end.
+MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # Input axes and output axes of a weight, counted from the end.
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Coefficients of an iteration (kellerjordan.github.io/posts/muon).
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Coefficients of one iteration (kellerjordan.github.io/posts/muon).
 NEWTON_SCHULZ_STEPS = 5
-UPDATE_RMS = 0.2  # RMS of an update, about that of AdamW's (arXiv 2502.16982, §2.2).
+UPDATE_RMS = 0.2  # RMS of an update, similar to AdamW's (arXiv 2502.16982, §2.2).
 
 
 def muon(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.GradientTransformation:
     """Return Muon for projections, and AdamW for embeddings, vectors and other parameters without `matrix_axes`.
 
-    Both parts have the same learning rate and weight decay, because an orthogonalised update is scaled to the RMS of
-    AdamW's updates (arXiv 2502.16982). The momentum is Nesterov's.
+    Orthogonalised updates are scaled to the RMS of AdamW's updates (arXiv 2502.16982), so both optimizers share one
+    learning rate and weight decay. The momentum is Nesterov's.
     """
     c = config.optimizer
     axes = matrix_axes(config)
@@ -50,10 +50,10 @@ def muon(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.Gradie
 
 
 def matrix_axes(config: Config) -> Any:
-    """Return the tree of parameters with the axes of their matrices, or None for parameters that use AdamW.
+    """Return the matrix axes of each parameter as a tree, with None for parameters that use AdamW.
 
-    All other axes are batch axes. `optimizer.muon.split` makes batch axes of some output axes. The output axes of
-    queries, keys, values and gates are the head, the group (if there are groups), and the width of a head.
+    All other axes are batch axes. Queries, keys, values and gates have up to three output axes: head, group, and width
+    of a head. `optimizer.muon.split` turns some of them into batch axes.
     """
     batch = {"none": slice(0, 0), "groups": slice(1, -1), "heads": slice(0, -1)}[config.optimizer.muon.split]
 
@@ -68,10 +68,10 @@ def matrix_axes(config: Config) -> Any:
 
 
 def orthogonalize(update: jax.Array, axes: MatrixAxes) -> jax.Array:
-    """Return the update `[L, …]` with orthogonalised matrices and a root mean square of about 1.
+    """Orthogonalise the matrices of the update `[L, …]`, and scale them to a root mean square of about 1.
 
-    A device orthogonalises whole matrices of its share of the layers. Devices that share a weight exchange parts of
-    matrices for layers and back, so that each one holds as many numbers as before.
+    Each device orthogonalises whole matrices of some layers. Devices that share a weight first exchange matrix shards
+    for whole layers, and exchange them back afterwards. Each device holds as many numbers as before.
     """
     sharding = jax.typeof(update).sharding
     sharded = [(dimension, axis) for dimension, axis in enumerate(sharding.spec) if axis is not None]
@@ -87,7 +87,7 @@ def orthogonalize(update: jax.Array, axes: MatrixAxes) -> jax.Array:
             update = jax.lax.all_to_all(update, axis, dimension, 0, tiled=True)
         return update
 
-    # Layers of zeros make the number of layers divisible.
+    # Pad with layers of zeros, so that the number of layers is divisible by the number of devices.
     layers = update.shape[0]
     padded = jnp.pad(update, [(0, -layers % devices)] + [(0, 0)] * (update.ndim - 1))
     return jax.shard_map(on_device, in_specs=sharding.spec, out_specs=sharding.spec)(padded)[:layers]
@@ -100,14 +100,14 @@ def _orthogonalize_local(update: jax.Array, axes: MatrixAxes) -> jax.Array:
     ordered = update.transpose(order)
     rows, columns = (math.prod(update.shape[axis] for axis in part) for part in (inputs, outputs))
     x = newton_schulz(ordered.reshape(*(update.shape[axis] for axis in batch), rows, columns))
-    # An M × N matrix whose singular values are 1 has a root mean square of 1 / √max(M, N).
+    # An M × N matrix with all singular values 1 has a root mean square of 1 / √max(M, N).
     return math.sqrt(max(rows, columns)) * x.reshape(ordered.shape).transpose(np.argsort(order))
 
 
 def newton_schulz(x_MN: jax.Array) -> jax.Array:
-    """Return matrices `[…, M, N]` with the singular vectors of `x_MN`, and singular values of about 0.7 to 1.2."""
+    """Return matrices `[…, M, N]` with the singular vectors of `x_MN` and singular values from about 0.7 to 1.2."""
     if x_MN.shape[-2] > x_MN.shape[-1]:
-        return newton_schulz(x_MN.mT).mT  # The products below have the smaller dimension.
+        return newton_schulz(x_MN.mT).mT  # Transpose, so that the products below have the smaller dimension.
     a, b, c = NEWTON_SCHULZ
     x_MN = x_MN / jnp.maximum(jnp.linalg.norm(x_MN, axis=(-2, -1), keepdims=True), 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):

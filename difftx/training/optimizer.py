@@ -1,4 +1,4 @@
-"""Registries of optimizers and learning-rate schedules, the schedules, AdamW, and what all optimizers share."""
+"""Registries of optimizers and learning-rate schedules, the built-in schedules, and AdamW."""
 
 import operator
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from difftx.registry import Registry
 from difftx.training.parametrization import adam_eps, check_parametrization, rate_factors
 from difftx.training.trainable import metadata
 
-# An entry returns an optax schedule, which maps an update's index, from 0, to the learning rate.
+# Each entry maps a config to an optax schedule: update index (from 0) → learning rate.
 SCHEDULES: Registry[Callable[[Config], optax.Schedule]] = Registry(
     "schedule", {name: f"difftx.training.optimizer:{name}" for name in ("linear", "cosine", "constant", "wsd")}
 )
-# An entry returns an optimizer, given the config, the schedule and a mask of the parameters with weight decay.
+# Each entry takes the config, the schedule and a mask of the parameters with weight decay. It returns an optimizer.
 OPTIMIZERS: Registry[Callable[[Config, optax.Schedule, Any], optax.GradientTransformation]] = Registry(
     "optimizer", {"adamw": "difftx.training.optimizer:adamw", "muon": "difftx.training.muon:muon"}
 )
@@ -36,26 +36,26 @@ def adamw(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.Gradi
 
 
 def linear(config: Config) -> optax.Schedule:
-    """Return a warm-up, followed by a linear decay to `final_learning_rate` after the last step."""
+    """Return linear warm-up, then linear decay to `final_learning_rate` after the last step."""
     c = config.optimizer
     decay = optax.linear_schedule(c.learning_rate, c.final_learning_rate, config.train.steps - config.warmup_steps)
     return _after_warmup(config, decay)
 
 
 def cosine(config: Config) -> optax.Schedule:
-    """Return a warm-up, followed by half a period of a cosine down to `final_learning_rate` after the last step."""
+    """Return linear warm-up, then cosine decay to `final_learning_rate` after the last step."""
     c = config.optimizer
     steps, final = config.train.steps - config.warmup_steps, c.final_learning_rate / c.learning_rate
     return _after_warmup(config, optax.cosine_decay_schedule(c.learning_rate, steps, alpha=final))
 
 
 def constant(config: Config) -> optax.Schedule:
-    """Return a warm-up, followed by the peak learning rate."""
+    """Return linear warm-up, then the constant peak learning rate."""
     return _after_warmup(config, optax.constant_schedule(config.optimizer.learning_rate))
 
 
 def wsd(config: Config) -> optax.Schedule:
-    """Return a warm-up, the peak learning rate, and a decay in the last steps ("WSD", arXiv 2404.06395).
+    """Return linear warm-up, constant peak learning rate, then decay in the last steps ("WSD", arXiv 2404.06395).
 
     The decay has `config.decay_steps` steps and the shape `optimizer.decay_shape`.
     """
@@ -77,11 +77,11 @@ def wsd(config: Config) -> optax.Schedule:
 
 
 def _after_warmup(config: Config, schedule: optax.Schedule) -> optax.Schedule:
-    """Return the warm-up, followed by `schedule`, which counts updates from the end of the warm-up."""
+    """Prepend linear warm-up to `schedule`, which counts updates from the end of the warm-up."""
     rate, steps = config.optimizer.learning_rate, config.warmup_steps
     if steps == 0:
         return schedule
-    # Update n of the warm-up has the learning rate lr (n + 1) / warmup_steps, so that the rate of update 0 is not 0.
+    # Update n has the learning rate lr (n + 1) / warmup_steps, so the rate of update 0 is not 0.
     warmup = optax.linear_schedule(rate / steps, rate, steps - 1)
     return optax.join_schedules([warmup, schedule], [steps])
 
@@ -92,11 +92,11 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransformation:
-    """Return the configured optimizer, preceded by clipping to `optimizer.clip_norm` if that is set.
+    """Return the configured optimizer. If `optimizer.clip_norm` is set, clip gradients first.
 
-    λ vectors have a factor on their learning rate and a weight decay of their own. The parameters of `layers.constant`
-    do not change, and those of `layers.progress` grow. `decayed` is a tree of booleans that selects the parameters with
-    `optimizer.weight_decay`, by default all except vectors.
+    λ vectors have a learning-rate factor and a weight decay of their own. The parameters of `layers.constant` do not
+    change, and those of `layers.progress` grow. `decayed` is a tree of booleans that selects the parameters with weight
+    decay, by default all except vectors.
     """
     check_parametrization(config)
     c = config.optimizer
@@ -118,9 +118,9 @@ def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransfo
 
 
 def _in_bfloat16(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return an optimizer that computes in float32 and keeps the arrays of its state in bfloat16.
+    """Wrap an optimizer to keep its moments in bfloat16. It still computes in float32.
 
-    The random numbers of the rounding depend only on the number of updates, so that a resumed run repeats them.
+    The random numbers for rounding only depend on the number of updates, so a resumed run repeats them.
     """
 
     def init(params: Any) -> Any:
@@ -145,12 +145,12 @@ def _is_moment(x: jax.Array) -> bool:
 
 
 def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Round each float32 number to one of its two neighbours in bfloat16, so that the expected value is the number.
+    """Round each float32 number to a neighbour in bfloat16, at random, so that the expected value is the number.
 
     Rounding to nearest would stop a moving average with b2 = 0.999: an update changes it by 0.1 % of its distance from
-    the gradient's square, and neighbours in bfloat16 are 0.4 to 0.8 % apart.
+    the squared gradient, but neighbours in bfloat16 are 0.4 to 0.8 % apart.
     """
-    # The upper 16 bits of a float32 are its neighbour towards 0. A carry from the lower 16 bits leads to the other one.
+    # Dropping the lower 16 bits of a float32 rounds it towards 0. A carry from the lower bits rounds it away from 0.
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=jax.typeof(x).sharding)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise.astype(jnp.uint32)
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
@@ -159,7 +159,8 @@ def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
 def _prescribed_updates(config: Config) -> optax.GradientTransformation:
     """Replace the updates of parameters that do not follow a gradient.
 
-    They depend on the parameters alone, so a run that starts from the weights of another run continues its progress.
+    The new updates only depend on the parameters, so a run that starts from another run's weights continues their
+    progress.
     """
     is_constant = metadata(config, "is_constant", False)
     is_progress = metadata(config, "is_progress", False)
@@ -173,10 +174,10 @@ def _prescribed_updates(config: Config) -> optax.GradientTransformation:
 
 
 def decay_mask(config: Config) -> Any:
-    """Return a tree of booleans that selects the parameters with weight decay: projections and embeddings."""
+    """Return a tree of booleans: True for parameters with weight decay, which are projections and embeddings."""
     return jax.tree.map(operator.not_, metadata(config, "is_vector", False))
 
 
 def updates_made(opt_state: Any) -> jax.Array:
-    """Return the number of updates so far, which determines the learning rate. Skipped updates do not count."""
+    """Return the number of updates so far, without skipped ones. It determines the learning rate."""
     return optax.tree.get(opt_state, "count", filtering=lambda path, _: "ScaleByScheduleState" in str(path))

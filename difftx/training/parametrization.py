@@ -28,11 +28,11 @@ from difftx.errors import UserError
 from difftx.model.abstract import parameter_metadata, vector_mask
 from difftx.training.trainable import split
 
-SUPPORTED_OPTIMIZERS = ("adamw", "muon")  # Optimizers that use `rate_factors`.
+SUPPORTED_OPTIMIZERS = ("adamw", "muon")  # Optimizers that apply `rate_factors`.
 
 
 def check_parametrization(config: Config) -> None:
-    """Raise `UserError` if the learning rate comes from a base model, but the rules above do not cover the config."""
+    """Raise `UserError` if a base model is set, but the rules above do not cover the config."""
     if config.model.mup_base_width is None:
         return
     if config.optimizer.name not in SUPPORTED_OPTIMIZERS:
@@ -59,22 +59,22 @@ def check_parametrization(config: Config) -> None:
 
 
 def adam_eps(config: Config) -> float:
-    """Return Adam's ε, which shrinks with the gradients."""
+    """Return Adam's ε, scaled down like the gradients."""
     return config.optimizer.eps / (config.model.width_ratio * config.model.depth_ratio)
 
 
 def rate_factors(config: Config, *, exponent: float) -> tuple[optax.GradientTransformation, ...]:
-    """Return one transformation that divides the updates of projections, or () if the factor is 1.
+    """Return a transformation that divides the updates of projections by `width_ratio ** exponent`, or () if this is 1.
 
-    The divisor is `width_ratio ** exponent`. The transformation stands between the moments of an optimizer and its
-    weight decay. The decay per update, which is added afterwards, does not depend on the width.
+    It is applied after the optimizer's moments and before weight decay, so the decay per update does not depend on the
+    width.
     """
     factor = config.model.width_ratio**-exponent
     return () if factor == 1 else (optax.masked(optax.scale(factor), split(config, _projections(config))[0]),)
 
 
 def _projections(config: Config) -> dict:
-    """Return the tree of parameters with True for linear maps between activations, else False."""
+    """Return a tree of booleans: True for projections, which are linear maps between activations."""
     axes = parameter_metadata(config.model, "matrix_axes", None)
     return jax.tree.map(
         lambda axes: axes is not None, axes, is_leaf=lambda axes: axes is None or isinstance(axes, tuple)

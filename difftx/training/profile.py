@@ -1,4 +1,4 @@
-"""Traces of train steps, and a profile of the devices' memory after an out-of-memory error."""
+"""Trace train steps, and profile device memory after an out-of-memory error."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +12,9 @@ from difftx.training.run import Run
 
 
 class StepTracer:
-    """A writer of a trace of the steps in `logging.profile_steps` to `<folder>/profile`, for xprof and Perfetto.
+    """Trace the steps in `logging.profile_steps` to `<folder>/profile`, for xprof and Perfetto.
 
-    It does nothing unless `enabled`. Of a run that starts again, each attempt writes a trace of its own.
+    Do nothing unless `enabled`. Each attempt of a run writes its own trace.
     """
 
     def __init__(self, folder: Path, config: LoggingConfig, *, enabled: bool):
@@ -23,32 +23,32 @@ class StepTracer:
         self._folder, self._enabled, self._is_tracing = folder / "profile", enabled, False
 
     def start(self, step: int, wait: Callable[[], None]) -> None:
-        """Start the trace before the first of the steps. `wait` waits until the devices have finished earlier steps."""
+        """Start the trace if `step` is in the range. First call `wait`, which waits until the devices are idle."""
         if self._enabled and not self._is_tracing and step in self._steps:
             wait()
             options = jax.profiler.ProfileOptions()
-            # Events of all Python functions would slow down the steps that are measured.
+            # Tracing all Python functions would slow down the measured steps.
             options.python_tracer_level = 0
             jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
             self._is_tracing = True
 
     def stop_after_last(self, step: int, wait: Callable[[], None]) -> None:
-        """Write the trace if `step` is the last of the steps. `wait` waits until the devices have finished it."""
+        """Write the trace if `step` is the last one. First call `wait`, which waits until the devices are idle."""
         if self._is_tracing and step == self._steps[-1]:
             wait()
             self.stop()
 
     def stop(self) -> None:
-        """Write the trace, if one was started."""
+        """Write the trace if one was started."""
         if self._is_tracing:
             self._is_tracing = False
             jax.profiler.stop_trace()
 
 
 def out_of_memory(run: Run, error: jax.errors.JaxRuntimeError) -> RunError | None:
-    """Write a profile of the memory of this process's devices if `error` says that they have no more memory.
+    """If `error` says that a device is out of memory, write a profile of the memory of this process's devices.
 
-    Return an error that names the file, or None for another error.
+    Return an error that names the file. For any other `error`, return None.
     """
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message and "Out of memory" not in message:  # CPUs also report INTERNAL.

@@ -1,4 +1,4 @@
-"""QK-Clip: a bound on the attention logits of each sub-head (Kimi K2, arXiv 2507.20534, §2.1)."""
+"""QK-Clip: limit the attention logits of each sub-head (Kimi K2, arXiv 2507.20534, §2.1)."""
 # Axes: L = layers, H = query heads of the kernel, K = key/value heads, R = H / K, G = groups (2 for A1 and A2)
 
 from typing import Any
@@ -12,7 +12,7 @@ from difftx.model.architectures import ARCHITECTURES, heads_of
 
 
 def check_qk_clip(config: Config) -> None:
-    """Raise `UserError` if the weights of queries and keys do not determine the size of the logits, or do not train."""
+    """Raise `UserError` if the query and key weights do not train, or do not determine the size of the logits."""
     field, model = f"optimizer.qk_clip={config.optimizer.qk_clip}", config.model
     if model.qk_norm:
         raise UserError(f"{field}: model.qk_norm already bounds the logits, whatever the weights are; use one of them")
@@ -26,12 +26,12 @@ def check_qk_clip(config: Config) -> None:
 
 
 def clipped(model: ModelConfig, params: Any, largest_LHG: jax.Array, limit: float) -> Any:
-    """Return the parameters after an update, with scaled weights of the sub-heads whose logits exceeded τ = `limit`.
+    """Scale down the query and key weights of sub-heads with logits above τ = `limit`, and return the parameters.
 
-    `largest_LHG` are the largest logits m before the update. The logits of a sub-head are multiplied by γ = min(1, τ /
-    m). Its query weight and its key weight (and their biases) are multiplied by √γ each. If several query heads share a
-    key, the key's factor is the largest √γ among them, and each query head gets the rest of its γ. So heads with
-    logits below τ do not change, not even by rounding.
+    `largest_LHG` has the largest logits m before the update. The logits of a sub-head are multiplied by γ = min(1, τ /
+    m), so its query weight and key weight (and their biases) are each multiplied by √γ. If several query heads share a
+    key, the key's factor is the largest √γ among them, and each query head gets the rest of its γ. Heads with logits
+    below τ do not change, not even by rounding.
     """
     L, H, G = largest_LHG.shape
     factor_LHG = jnp.where(largest_LHG > limit, limit / largest_LHG, 1.0)
@@ -43,7 +43,7 @@ def clipped(model: ModelConfig, params: Any, largest_LHG: jax.Array, limit: floa
     def scaled(name: str, x: jax.Array) -> jax.Array:
         if (factor := factors.get(name.partition("_")[0])) is None:
             return x
-        inputs = () if name.endswith("_bias") else (1,)  # A weight is [L, D, heads…, d].
+        inputs = () if name.endswith("_bias") else (1,)  # The shape of a weight is [L, D, heads…, d].
         return x * factor.reshape(L, *inputs, *x.shape[1 + len(inputs) : -1], 1)
 
     attention = {name: scaled(name, x) for name, x in params["blocks"]["attention"].items()}

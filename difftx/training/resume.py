@@ -1,4 +1,4 @@
-"""The state of a run, and the check for config changes since the checkpoint from which it resumes."""
+"""Save and restore the state of a run, and check how the config changed since the checkpoint."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from difftx.training.state import TrainState, init_state, jit_init
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A field whose value differs between two configs."""
+    """A field with different values in two configs."""
 
     field: str  # Full name, such as "train.steps".
     old: object
@@ -50,12 +50,12 @@ class Change:
         return self.is_neutral or self.has(Flag.RESUME)
 
     def has(self, *any_of: Effect | Flag) -> bool:
-        """Whether the field has any of the marks."""
+        """Return whether the field has any of these marks."""
         return not self.marks.isdisjoint(any_of)
 
 
 def changed_fields(old: Config, new: Config) -> list[Change]:
-    """Return the fields whose values differ between two configs."""
+    """Return the fields that differ between two configs."""
     before, after = flat(values_of(old)), flat(values_of(new))
     changed = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
     return [Change(name, *changed[name], of_field) for name, of_field in marks(Config) if name in changed]
@@ -63,7 +63,7 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
 
 @dataclasses.dataclass
 class RunState:
-    """Everything that a checkpoint holds. A run that restores it continues as if it had not stopped."""
+    """Everything that a checkpoint holds. A run restored from it continues as if it had never stopped."""
 
     run: Run
     checkpointer: Checkpointer
@@ -71,10 +71,10 @@ class RunState:
     step: int  # The step that `train` has reached.
     loader: Loader
     guard: Guard
-    source_weights: str | None  # Identifier of the parameters from `checkpoint.init_from`. None for new parameters.
+    source_weights: str | None  # Identifier of the parameters from `checkpoint.init_from`, or None for new ones.
 
     def save(self, *, wait: bool = False, rolling: bool = False) -> None:
-        """Save a checkpoint, in the background unless `wait` is True. The next one replaces a `rolling` one."""
+        """Save a checkpoint, in the background unless `wait` is True. The next save replaces a `rolling` checkpoint."""
         data = self.loader.state() | {"guard": self.guard.state(), "source_weights": self.source_weights}
         data |= {"teacher": self.run.teacher} if self.run.teacher is not None else {}
         data |= {"valid": self.run.data.valid_fingerprints} | ({ROLLING: True} if rolling else {})
@@ -82,20 +82,21 @@ class RunState:
         save(self.train, data, self.run.config)
 
     def act_on_bad_steps(self, attempt: int) -> dict[str, Any] | None:
-        """Rewind and return None, or return the row in metrics.jsonl for the end of the run.
+        """Rewind and return None, or return the final row for metrics.jsonl if the run must end.
 
-        A rewind makes an earlier checkpoint the newest one, with the position in the data after the bad steps. All
-        processes must call this after the guard has tripped and the last save has ended. This object is invalid then.
+        A rewind deletes all later checkpoints, and sets the data position of the earlier one to after the bad steps.
+        All processes must call this after the guard has tripped and the last save has ended. Do not use this object
+        afterwards.
         """
         bad, config, checkpointer = self.guard.tripped, self.run.config, self.checkpointer
         assert bad is not None
-        # The run may have taken steps after the last bad one, because metrics arrive a step late.
+        # The run may be some steps past the last bad one, because metrics arrive one step late.
         examples = self.loader.state()["examples"] - (self.step - bad.last) * config.batch_rows
         decision = decide(self.guard, config, checkpointer, examples, attempt)
         if isinstance(decision, dict):
             return decision
         step = decision.step
-        del self.train  # The start of the run may need its memory.
+        del self.train  # Free this memory: a rewind to the start of the run creates a new state.
         if not decide_on_primary(lambda: step in checkpointer.steps()):
             start = _initial(self.run, checkpointer)
             if start.source_weights != self.source_weights:
@@ -105,7 +106,7 @@ class RunState:
                 )
             start.save(wait=True)
         if is_primary():
-            # A run that is killed in between resumes from an older checkpoint and reaches the same bad steps again.
+            # If the run is killed here, it resumes from an older checkpoint and reaches the same bad steps again.
             owner, folder = self.run.owner, checkpointer.folder
             for later in (other for other in reversed(checkpointer.steps()) if other > step):
                 protocol.remove(owner, folder / str(later))
@@ -115,8 +116,8 @@ class RunState:
 
 
 def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) -> RunState:
-    """Return the state from which the run continues."""
-    # The first source that exists is used:
+    """Return the state with which the run continues."""
+    # Use the first source that exists:
     #   1. The newest valid checkpoint in the run's workdir. If checkpoints exist but none is valid, raise an error.
     #   2. `checkpoint.branch_from`: a checkpoint of another run, as if it were one of this run.
     #   3. `checkpoint.init_from`: only the parameters of another run. Steps and data start from the beginning.
@@ -128,7 +129,7 @@ def restore(run: Run, checkpointer: Checkpointer, *, allow_config_change: bool) 
     decide_on_primary(run.require_none_saved)
     if source.branch_from is not None:
         state = read_source("checkpoint.branch_from", source.branch_from, resume)
-        # The source may delete its checkpoint, and may have a newer one at the next start.
+        # Save now, because the other run may delete its checkpoint, or have a newer one at the next start.
         state.save(wait=True)
         return state
     return _initial(run, checkpointer)
@@ -145,7 +146,7 @@ def _loader(run: Run) -> Loader:
 
 
 def _initial(run: Run, checkpointer: Checkpointer) -> RunState:
-    """Return the state of step 0, with the parameters of `checkpoint.init_from` or new ones."""
+    """Return the state at step 0, with new parameters or those of `checkpoint.init_from`."""
     state, weights = jit_init(init_state, run.config), None
     if (source := run.config.checkpoint.init_from) is not None:
         params, weights = read_source("checkpoint.init_from", source, functools.partial(_params_in, run))
@@ -154,7 +155,7 @@ def _initial(run: Run, checkpointer: Checkpointer) -> RunState:
 
 
 def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_config_change: bool) -> RunState:
-    """Return the state in a checkpoint of this run, or of the run from which it branches."""
+    """Return the state in a checkpoint of this run, or of the run that this one branches from."""
     step, folder = manifest.step, manifest.folder
     is_branch = folder.parent != checkpointer.folder
     source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
@@ -164,10 +165,10 @@ def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_c
     if allow_config_change:
         for change in refused:
             print_on_primary(f"changed since the checkpoint: {change} (not safe)")
-    if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
+    if allow_config_change or not refused:  # A changed extension may reject the config of the checkpoint.
         allowed = (Flag.BRANCH, Effect.START) if is_branch else ()
         trained = config_of(manifest)
-        examples = step * trained.batch_rows  # A rewind may have read more. `Loader.restore` compares again.
+        examples = step * trained.batch_rows  # More after a rewind, which skips some. `Loader.restore` compares again.
         data_changes = signature_changes(*(begun(s, examples) for s in (manifest.data, run.data.signature)))
         refused += _report_changes(trained, run.config, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
@@ -185,7 +186,7 @@ def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_c
         )
     valid = run.data.valid_fingerprints
     for change in signature_changes(loader_state["valid"], valid):
-        # The workdir of a branch has no results of earlier steps.
+        # A branch has no results of earlier steps in its workdir.
         has_best = run.config.checkpoint.keep_best is not None and not is_branch
         best = ", and checkpoint.keep_best compares only later ones" if has_best else ""
         print_on_primary(
@@ -204,9 +205,9 @@ def _resume(run: Run, checkpointer: Checkpointer, manifest: Manifest, *, allow_c
 
 
 def _require_resumable(manifest: Manifest, run: Run, source: str, *, is_branch: bool) -> None:
-    """Raise `UserError` if the checkpoint has weights alone, or if `train.steps` is too small for its step.
+    """Raise `UserError` if the checkpoint only has weights, or if its step is greater than `train.steps`.
 
-    `source` is its run, for messages.
+    `source` names the checkpoint's run in the message.
     """
     step, steps = manifest.step, run.config.train.steps
     if not any(name.startswith("opt_state/") for name in manifest.arrays):
@@ -228,7 +229,7 @@ def _require_resumable(manifest: Manifest, run: Run, source: str, *, is_branch: 
 
 
 def _print_other_code(manifest: Manifest) -> None:
-    """Print which packages differ from those of the checkpoint, and whether the source files of difftx do."""
+    """Print which package versions changed since the checkpoint, and whether the source files of difftx did."""
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
             print_on_primary(f"{name}: {before} → {version}, since the checkpoint of step {manifest.step}")
@@ -245,21 +246,21 @@ def _report_changes(
     *,
     print_unsafe: bool,
 ) -> list[str]:
-    """Print the safe changes of the config, and return the unsafe ones. With `print_unsafe`, print those too.
+    """Print the safe changes of the config, and return the unsafe changes of config and data.
 
-    The returned changes include those of the data. Changes of fields with a mark in `allowed` are safe in addition to
-    those of `Change.is_safe`.
+    A change is safe if `Change.is_safe` is True, or if its field has a mark in `allowed`. With `print_unsafe`, also
+    print the unsafe changes.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
-        # The data may be the same even if a field of `data` changed. Only the data's signature shows this.
+        # A `data` field may change while the data stays the same. Only the data's signature shows this.
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or change.has(*allowed) or (is_data and not data_changes)
         text = str(change)
         if change.has(Effect.START) and not safe:
             origin = old.checkpoint.branch_from or old.checkpoint.init_from or "new parameters"
             text += f", without effect on this run, which started from {origin}"
-        if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
+        if safe or print_unsafe:  # If unsafe changes are not printed here, the error message lists them.
             verdict = "safe" if safe else "not safe"
             if change.field == "train.steps" and new.optimizer.schedule != "constant":
                 verdict = f"allowed; the learning rate may jump, because it now follows {new.train.steps} steps"
@@ -272,7 +273,7 @@ def _report_changes(
 
 
 def read_source[T](field: str, source: str, read: Callable[[Manifest], T]) -> T:
-    """Return `read(checkpoint)` for the checkpoint that a field of the config names by its folder or its run."""
+    """Return `read(manifest)` for the checkpoint that a config field names, by the checkpoint's folder or its run."""
     path, name = path_of(field, source), f"{field}={source}"
 
     def is_checkpoint() -> bool:
@@ -293,14 +294,14 @@ def read_source[T](field: str, source: str, read: Callable[[Manifest], T]) -> T:
 
 
 def _params_in(run: Run, manifest: Manifest) -> tuple[object, str]:
-    """Return the parameters of a checkpoint, and their identifier."""
+    """Return a checkpoint's parameters and their identifier."""
     folder = manifest.folder
     if manifest.data.get("tokenizer") != run.data.signature["tokenizer"]:
         raise UserError(
             f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} was trained with another tokenizer than "
             f"data.tokenizer={run.config.data.tokenizer!r}; use that one"
         )
-    # The same weights are another model if the factors of the residual branches and the logits differ.
+    # With other factors for the residual branches and logits, the same weights are a different model.
     model = manifest.config["model"]
     for name in ("mup_base_width", "mup_base_layers"):
         theirs, ours = model.get(name), getattr(run.config.model, name)

@@ -1,4 +1,4 @@
-"""The objects of a run that training and evaluation share, and the files that describe the run."""
+"""The run object that training and evaluation share, and the files that describe a run."""
 
 import argparse
 import contextlib
@@ -40,35 +40,35 @@ from difftx.training.checkpoint.manifest import MANIFEST, OtherFormatError, pack
 from difftx.training.fit import fit
 from difftx.training.workload import attention_kernel
 
-# Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
+# Version of the format of a run's files, except checkpoints. Increase it when difftx can no longer read older files.
 RUN_FORMAT = 1
 LOCK_WAIT_SECONDS = 60.0
 RANKING_SCHEMA = {"function": str, "conditions": {str: str}, "milliseconds": {str: float}, "rejected": {str: str}}
-# Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
+# Flags that may differ between processes. For `config` and `extension`, file contents are compared instead of paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
-# Settings of JAX and XLA that may differ between processes, because they do not change numbers.
+# JAX and XLA settings that may differ between processes, because they do not change numerical results.
 OWN_SETTINGS = re.compile("visible_devices|device_count|num_cpu|cache|dump|debug|_log(ging)?_|traceback|mtls|address")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A checked config with its mesh, tokenizer and data. `workdir` is the folder for the files of the run."""
+    """A validated config with its mesh, tokenizer and data. The run's files are stored in `workdir`."""
 
     config: Config
     workdir: AnyPath
     mesh: jax.sharding.Mesh
     tokenizer: Tokenizer
     data: Sources
-    run_id: str | None = None  # Random identity of the run, which its checkpoints carry. Known once the run is locked.
+    run_id: str | None = None  # Random identity of the run, also in its checkpoints. Set by `lock`.
     teacher: str | None = None  # Identifier of the weights of `train.teacher`, once they are read.
     owner: Owner = UNLOCKED  # Writes the files in `workdir` (`lock_workdir`).
 
     @classmethod
     def open(cls, config: Config, workdir: AnyPath, mesh: jax.sharding.Mesh | None = None) -> "Run":
-        """Open the tokenizer and the data, by default with the mesh of `config.mesh` over all devices.
+        """Open the tokenizer and the data. The default mesh is `config.mesh` over all devices.
 
-        Raise `UserError` in every process if the config is invalid for the devices, the data or the tokenizer of any
-        process, or if the data differ between processes.
+        Raise `UserError` in every process if the config does not fit the devices, data or tokenizer of any process, or
+        if the data differs between processes.
         """
 
         def opened() -> Run:
@@ -86,36 +86,36 @@ class Run:
 
     @property
     def files(self) -> Path:
-        """Local folder with the small files of the run. For a run in a bucket, only the primary process has one."""
+        """Local folder with the run's small files. For a run in a bucket, only the primary process has it."""
         return self.owner.folder if is_bucket(self.workdir) else self.workdir
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """Sharding of an array `[rows, tokens]`."""
+        """Sharding of arrays with the axes `[rows, tokens]`."""
         return jax.NamedSharding(self.mesh, Layout().act_BT)
 
     @property
     def microbatch_rows(self) -> int:
-        """Number of rows in a microbatch, over all devices."""
+        """Number of rows per microbatch, over all devices."""
         return self.config.batch_rows // self.config.train.accumulation
 
     @contextlib.contextmanager
     def lock(self) -> Iterator["Run"]:
-        """Lock the workdir. Raise `UserError` if another training still has the lock after a minute.
+        """Lock the workdir. Raise `UserError` if another training still holds the lock after a minute.
 
-        Yield the run with its `run_id` and `owner`.
+        Yield the run with `run_id` and `owner` set.
         """
         limits, held = self.config.multihost, contextlib.nullcontext(UNLOCKED)
         if is_primary():
             held = lock_workdir(self.workdir, limits.lock_takeover_seconds, LOCK_WAIT_SECONDS)
         with held as owner:
-            # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
+            # Wait for the primary process to get the lock. Until then, its previous holder may save a newer checkpoint.
             barrier("lock of the workdir", limits.barrier_timeout_seconds)
             run_id = decide_on_primary(lambda: _run_id(self.workdir), limits.barrier_timeout_seconds)
             yield dataclasses.replace(self, run_id=run_id, owner=owner)
 
     def check_records(self) -> None:
-        """Raise an error in every process if an earlier attempt's manifest cannot be read, or has another format."""
+        """Raise an error in every process if an earlier attempt's manifest cannot be read or has another format."""
 
         def check() -> None:
             if size_of(self.workdir / MANIFEST) is not None:
@@ -126,8 +126,8 @@ class Run:
     def write_files(self, source_weights: str | None = None, *, has_saved: bool = False) -> None:
         """Write config.json and manifest.json, with the devices, kernels and data of this run.
 
-        `source_weights` is the identifier of the weights with which the run began. None for new weights. `has_saved`
-        says whether there is a checkpoint (`note_save`).
+        `source_weights` is the identifier of the weights that the run began with, or None for new weights. `has_saved`
+        says whether the run has a checkpoint (`note_save`).
         """
         devices = self.mesh.devices.flatten()
         manifest = {
@@ -151,13 +151,13 @@ class Run:
     def note_save(self) -> None:
         """Record in manifest.json that the run has saved a checkpoint. Only the primary process may call this."""
         path = self.files / MANIFEST
-        content = read_file(path)  # A branch saves its first checkpoint before it writes the file.
+        content = read_file(path)  # A branch saves its first checkpoint before it writes this file.
         if content is not None and not (manifest := read_json(path, content)).get("has_saved"):
             self.owner.write(path, json.dumps(manifest | {"has_saved": True}, indent=2) + "\n")
             self.owner.push()
 
     def require_none_saved(self) -> None:
-        """Raise `UserError` if the run has saved a checkpoint. Call this if there is none."""
+        """Raise `UserError` if the manifest says that a checkpoint was saved. Call this if no checkpoint is found."""
         path = self.files / MANIFEST
         if size_of(path) is not None and read_json(path).get("has_saved"):
             raise UserError(
@@ -169,7 +169,7 @@ class Run:
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     """Raise `UserError` in every process if source, packages, extensions, flags or config differ between processes.
 
-    Call this as soon as the processes have joined, because a difference could make one process wait forever.
+    Call this as soon as the processes have joined, because a difference could make one of them wait forever.
     """
 
     def fields() -> dict[str, Any]:
@@ -177,7 +177,7 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
-        # `Run.open` compares the contents of the data.
+        # The contents of the data are compared later, in `Run.open`.
         settings = flat(without(Config, values_of(config), Flag.PROCESS))
         return jax_settings() | {"difftx source": source_sha256()} | packages | extensions | compared | settings
 
@@ -185,21 +185,21 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
 
 
 def jax_settings() -> dict[str, str]:
-    """Return the settings of JAX and XLA that may change numbers: all but those that name paths or only print."""
+    """Return the JAX and XLA settings that may change numerical results: all except paths and logging."""
     flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     settings = {**jax.config.values, **{f"XLA_FLAGS {name}": value for name, _, value in flags}}
     return {name: str(value) for name, value in settings.items() if not OWN_SETTINGS.search(name)}
 
 
 def _comparable(flag: Any) -> Any:
-    """Return a flag's value as JSON. Local paths become absolute, because processes may run in different folders."""
+    """Return a flag's value as JSON. Make local paths absolute, because processes may run in different folders."""
     if isinstance(flag, os.PathLike):
         return os.path.abspath(flag) if isinstance(flag, Path) else str(flag)
     return flag
 
 
 def fit_to_devices(config: Config) -> Config:
-    """Return the config, with the preset for the available devices if `mesh.preset` is "auto"."""
+    """Return the config for the available devices. If `mesh.preset` is "auto", apply the preset."""
     parameters = count_parameters(config.model).total
     return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
@@ -207,7 +207,7 @@ def fit_to_devices(config: Config) -> Config:
 def write_run_files(
     folder: Path, config: Config, details: Mapping[str, Any] | None = None, owner: Owner = UNLOCKED
 ) -> None:
-    """Write `config.json` and `manifest.json`, which make a folder a run. `details` are added to the manifest."""
+    """Write `config.json` and `manifest.json`, the files that make a folder a run. Add `details` to the manifest."""
     manifest = {
         "format": RUN_FORMAT,
         "commit": _git_commit(),
@@ -217,7 +217,7 @@ def write_run_files(
         "extensions": list(map(dataclasses.asdict, config.used_extensions)),
         **(details or {}),
     }
-    # Write the manifest first, because the config can only be read with the extensions that the manifest names.
+    # Write the manifest first, because reading the config requires the extensions that the manifest names.
     owner.write(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     owner.write(folder / "config.json", config.to_json())
 
@@ -225,7 +225,7 @@ def write_run_files(
 def read_config(workdir: AnyPath) -> Config:
     """Return the config of a run directory. Raise `UserError` if a required extension is not loaded.
 
-    An extension may have changed since the run wrote its manifest. Code that reads a checkpoint compares the extensions
+    An extension may have changed since the manifest was written. Code that reads a checkpoint compares the extensions
     with those of the checkpoint.
     """
     require_run(workdir)
@@ -234,7 +234,7 @@ def read_config(workdir: AnyPath) -> Config:
 
 
 def read_run_manifest(workdir: AnyPath) -> dict[str, Any]:
-    """Return the content of a run's `manifest.json`. Raise `UserError` if it is corrupt or has another format."""
+    """Read a run's `manifest.json`. Raise `UserError` if it is corrupt or has another format."""
     path = workdir / MANIFEST
     if size_of(path) is None:
         raise UserError(
@@ -253,9 +253,9 @@ def read_run_manifest(workdir: AnyPath) -> dict[str, Any]:
 
 
 def recorded_rankings(workdir: AnyPath) -> dict[str, Ranking]:
-    """Return the measured rankings of attention kernels in the manifest of a run, by function.
+    """Return the measured kernel rankings in a run's manifest, by attention function.
 
-    Raise `UnreadableError` if the manifest cannot be read: a new measurement could choose another kernel.
+    Raise `UnreadableError` if the manifest cannot be read, because a new measurement could choose another kernel.
     """
     content = read_file(workdir / MANIFEST)
     try:
@@ -266,7 +266,7 @@ def recorded_rankings(workdir: AnyPath) -> dict[str, Ranking]:
 
 
 def _run_id(workdir: AnyPath) -> str:
-    """Return the identity of a run from its manifest, or else from its newest checkpoint, or a new identity."""
+    """Return the run's identity from its manifest, else from its newest checkpoint, else a new one."""
     folder = workdir / "checkpoints"
     reads = [lambda: read_run_manifest(workdir).get("run_id")]
     reads += [lambda step=step: read_manifest(folder / str(step)).run_id for step in reversed(steps_in(folder))]
@@ -278,13 +278,13 @@ def _run_id(workdir: AnyPath) -> str:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of this source tree, with "+" if it has uncommitted changes, or None without a repository."""
+    """Return the commit of this source tree, plus "+" if it has uncommitted changes. None without a repository."""
     options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "check": True}
     try:
         top, commit = subprocess.run(["git", "rev-parse", "--show-toplevel", "HEAD"], **options).stdout.splitlines()
         status = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **options)
     except (OSError, subprocess.CalledProcessError):
         return None
-    # difftx may be installed inside of a user's repository.
+    # If difftx is installed inside a user's repository, the commit is not difftx's.
     is_own = Path(top) == SOURCE.resolve()
     return commit + ("+" if status.stdout.strip() else "") if is_own else None

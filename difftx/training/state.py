@@ -1,4 +1,4 @@
-"""The train state and the pure function that advances it."""
+"""The train state, and the pure function that computes the next one."""
 # Axes: B = batch, T = tokens, A = microbatches per update.
 
 import dataclasses
@@ -35,17 +35,20 @@ class TrainState:
     """The values that an update changes."""
 
     step: jax.Array  # Number of steps so far, including skipped updates, int32.
-    params: Any  # Nested dictionaries of float32 arrays, with the names of the model's attributes as keys.
+    params: Any  # Nested dictionaries of float32 arrays. The keys are attribute names of the model.
     opt_state: Any
-    ema: Any = None  # Exponential moving average of `params`, or None without `train.ema_decay`.
+    ema: Any = None  # Exponential moving average of `params`. None without `train.ema_decay`.
 
     def parts(self) -> dict[str, Any]:
-        """Return name → part, without the average of the parameters if there is none."""
+        """Return the fields as a dictionary. Leave out the average if there is none."""
         return {name: part for name, part in vars(self).items() if part is not None}
 
 
 def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
-    """Return the static part of the model, for `nnx.merge` with parameters. The default layout is for training."""
+    """Return the static part of the model, to be merged with parameters by `nnx.merge`.
+
+    The default layout is the one for training.
+    """
     layout = layout or Layout.of(config.mesh.context_method)
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, layout, rngs=nnx.Rngs(0))))
 
@@ -53,14 +56,14 @@ def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
 def init_params(config: Config, seed: ArrayLike | None = None) -> Any:
     """Return the parameters before the first update. Under jit, all arrays are created with their sharding.
 
-    `seed` is their random seed, uint32, by default `train.seed`.
+    `seed` is a random seed, uint32, by default `train.seed`.
     """
     key = jax.random.key(config.train.seed if seed is None else seed)
     return nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(key))))
 
 
 def init_trained(config: Config, seed: ArrayLike | None = None) -> Any:
-    """Return the parameters of `init_params`, and the adapters if `train.lora_rank` is set."""
+    """Return the parameters of `init_params`, plus adapters if `train.lora_rank` is set."""
     params = init_params(config, seed)
     if (rank := config.train.lora_rank) is None:
         return params
@@ -77,36 +80,37 @@ def init_state(config: Config, seed: ArrayLike | None = None) -> TrainState:
 
 
 def jit_init[T](init: Callable[[Config, ArrayLike], T], config: Config) -> T:
-    """Compile and call `init_params` or `init_state` with the seed of a config.
+    """Compile `init_params` or `init_state`, and call it with the config's seed.
 
-    The compiled function takes the seed as an argument, so that the compilation cache serves runs with other seeds.
+    The seed is an argument of the compiled function, so the compilation cache also serves runs with other seeds.
     """
     return jax.jit(lambda seed: init(config, seed))(np.uint32(config.train.seed))
 
 
 def state_bytes(config: Config) -> int:
-    """Return the total size of the train state in bytes: parameters, optimizer state and average of the parameters."""
+    """Return the size of the train state in bytes: parameters, their average, and optimizer state."""
     with one_abstract_device():
         state = jax.eval_shape(lambda: init_state(config))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def make_train_step(config: Config, teacher: Config | None = None) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Return the pure function `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
+    """Return the pure function `step(state, batch) -> (state, metrics)`. Jit it with the state donated.
 
-    With the config of a teacher, `step(state, batch, teacher_params)` adds the metric "teacher_kl".
+    With the config of a teacher, the function is `step(state, batch, teacher_params)`, and adds the metric
+    "teacher_kl".
 
-    The loss is the mean over the tokens in the loss mask. The sum over all microbatches is divided once, so that tokens
-    have equal weights even if the masks of microbatches differ in size. If the loss or the norm of the gradient is not
-    finite, the update is skipped, and the parameters, their average and the optimizer's state do not change. The loss
-    of a batch without a token in the mask is NaN. The gradient contains the z-loss, which the metric "loss" does not.
+    The loss is the mean over the unmasked tokens of all microbatches. Sums are divided once at the end, so that tokens
+    have equal weights even if microbatches have different numbers of unmasked tokens. If the loss or the norm of the
+    gradient is not finite, the update is skipped: parameters, their average and optimizer state do not change. A batch
+    without unmasked tokens has a loss of NaN. The gradient includes the z-loss, but the metric "loss" does not.
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
     teacher_graph = None if teacher is None else graph(teacher, Layout.of(config.mesh.context_method))
 
     def sums_and_grad(params: Any, batch: Batch, teacher_params: Any, watch: bool | jax.Array):
-        """Return the sums of NLL, z-loss and (with a teacher) KL, the statistics of the layers, and the gradient."""
+        """Return the sums of NLL, z-loss and (with a teacher) KL, the layers' statistics, and the gradient."""
         train, frozen = split(config, params)
 
         def loss_of(train: Any):
@@ -141,7 +145,7 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(tokens, 1.0), grads)
         loss, grad_norm = nll / tokens, optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        # optax requires implicit promotion of dtypes.
+        # optax needs implicit dtype promotion.
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, before)
             params, ema = optax.apply_updates(before, updates), None
@@ -173,10 +177,10 @@ def make_train_step(config: Config, teacher: Config | None = None) -> Callable[.
 
 
 def _cast_layers(config: Config, params: Any) -> Any:
-    """Return the parameters with the layers' matrices in the compute dtype.
+    """Cast the matrices of the layers to the compute dtype.
 
-    A layer casts them anyway, so their gradients have this dtype, and no result changes. The stacked gradients of all
-    layers then take half of the memory that they would take in float32.
+    Layers cast them anyway, so no result changes. The stacked gradients of all layers then also have this dtype, which
+    takes half the memory of float32.
     """
     dtype, mask = config.model.compute_dtype, vector_mask(config.model)["blocks"]
     cast = {"blocks": jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), params["blocks"], mask)}
@@ -188,15 +192,15 @@ def _cast_layers(config: Config, params: Any) -> Any:
 def updated_average(average: Any, params: Any, decay: float, updates: jax.Array) -> Any:
     """Return Σ_k decay^(t-k) p_k / Σ_k decay^(t-k) over the parameters p_k after the updates k = 1, …, t.
 
-    `average` is this average after t - 1 updates, `params` is p_t, and `updates` is t. The initial parameters have no
-    part in it, because the weights of the p_k add up to 1 from the first update on.
+    `average` is this average after t - 1 updates, `params` is p_t, and `updates` is t. The weights of the p_k add up to
+    1 from the first update on, so the initial parameters are not part of the average.
     """
     share = (1 - decay) / -jnp.expm1(updates * math.log(decay))  # Weight of p_t: 1 / (1 + decay + … + decay^(t-1)).
     return jax.tree.map(lambda mean, new: mean + share * (new - mean), average, params)
 
 
 def split_microbatches(batch: Batch, count: int) -> Batch:
-    """Return the batch as `[A, B / A, T]`. Row i goes to microbatch i mod A, so that each row stays on its device."""
+    """Return the batch as `[A, B / A, T]`. Row i goes to microbatch i mod A, so each row stays on its device."""
 
     def split(x_BT: jax.Array) -> jax.Array:
         rows = x_BT.shape[0] // count

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: the model of another run (`train.teacher`)."""
+"""The teacher for distillation: the model of another run (`train.teacher`)."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ FIELD = "train.teacher"
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A model with constant parameters, sharded as in training, with matrices in the compute dtype."""
+    """A model with constant parameters. They are sharded as in training, with matrices in the compute dtype."""
 
     config: Config
     params: Any
@@ -29,7 +29,7 @@ class Teacher:
 
 
 def read_teacher(run: Run) -> Teacher | None:
-    """Return the teacher of a run, or None if it has none. The run's mesh must be set."""
+    """Load the teacher of a run, or return None if there is none. The run's mesh must be set."""
     source = run.config.train.teacher
     return None if source is None else read_source(FIELD, source, lambda manifest: _read(run, source, manifest))
 
@@ -50,7 +50,7 @@ def _read(run: Run, source: str, manifest: Manifest) -> Teacher:
 
 
 def abstract_teacher(config: Config, mesh: jax.sharding.Mesh) -> tuple[Config, Any] | None:
-    """Return the config of a run's teacher and its parameters without values. The mesh must be set."""
+    """Return the config and the abstract parameters of a run's teacher. The mesh must be set."""
     if config.train.teacher is None:
         return None
     teacher = read_source(FIELD, config.train.teacher, config_of)

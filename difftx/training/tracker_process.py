@@ -1,8 +1,9 @@
-"""The process that sends the metrics of a run to the package of a tracker, started by `trackers.py`.
+"""A separate process that sends the metrics of a run to a tracker's package. `trackers.py` starts it.
 
-The first line of standard input has the options, as a JSON object. Further lines are `[step, {name: number}]`, in the
-order of the steps and from the first step of the run on, and `null` is the end of the attempt. If the process fails, it
-prints the reason in one line. It ignores the signals that stop a training, because the last rows follow them.
+The first line on standard input has the options, as a JSON object. The following lines are `[step, {name: number}]`, in
+the order of the steps, from the first step of the run. A line `null` marks the end of the attempt. If the process
+fails, it prints the reason in one line. It ignores the signals that stop a training, because the last rows arrive after
+them.
 """
 
 import json
@@ -15,13 +16,13 @@ from typing import Any
 FINISH_SECONDS = 10  # Time to send the last rows. The training waits for it.
 
 type Options = dict[str, Any]
-# The first step that the tracker does not have yet, a function that takes step and numbers of a row, and a function
-# that ends the tracker's run and takes whether the attempt has ended properly.
+# Three values: the first step that the tracker does not have yet; `log(step, numbers)`, which sends a row; and
+# `finish(ended)`, which ends the tracker's run and gets whether the attempt has ended properly.
 type Started = tuple[int, Callable[[int, dict[str, float]], object], Callable[[bool], object]]
 
 
 def main() -> int:
-    """Send the rows, or only check the options. Return the exit code."""
+    """Send the rows, or only check the options if these say so. Return the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     answer = os.fdopen(os.dup(1), "w")
@@ -38,19 +39,19 @@ def main() -> int:
 
 
 def send(next_step: int, log: Callable[[int, dict[str, float]], object], finish: Callable[[bool], object]) -> None:
-    """Send the rows from `next_step` on."""
+    """Send the rows from `next_step` on, then finish."""
     row: Any = []
     for line in sys.stdin:
         if (row := json.loads(line)) is not None and row[0] >= next_step:
             log(*row)
-    signal.alarm(2 * FINISH_SECONDS)  # The training may have been killed, and does not wait.
-    finish(row is None)  # Without the end of the attempt, the run counts as failed.
+    signal.alarm(2 * FINISH_SECONDS)  # The training may have been killed, so nobody else enforces a timeout.
+    finish(row is None)  # If the line `null` is missing, the run counts as failed.
 
 
 def _wandb(options: Options) -> Started | None:
     import wandb
 
-    if options["check"]:  # Neither ask for a key nor connect to the service.
+    if options["check"]:  # Do not ask for a key or connect to the service.
         wandb.Settings(project=options["project"])
         wandb.login(verify=False)
         return None
@@ -67,7 +68,7 @@ def _trackio(options: Options) -> Started | None:
 
     if options["check"]:
         return None
-    # Trackio finds a run by its name.
+    # Trackio identifies a run by its name.
     run: Any = trackio.init(
         options["project"],
         name=f"{options['name']}-{options['id']}",
@@ -101,4 +102,4 @@ def _mlflow(options: Options) -> Started | None:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # Skip the packages' exit handlers, which may wait or fail.
+    os._exit(main())  # Skip the packages' exit handlers, because they may hang or fail.

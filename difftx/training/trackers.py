@@ -1,6 +1,6 @@
 """Trackers: copies of a run's metrics in TensorBoard, Weights & Biases, Trackio and MLflow.
 
-An error of a tracker never reaches the training. docs/extend.md shows how to add a tracker.
+An error in a tracker never reaches the training. docs/extend.md shows how to add a tracker.
 """
 
 import contextlib
@@ -29,33 +29,34 @@ from difftx.files import Owner, read_file
 from difftx.registry import Registry
 from difftx.training.tracker_process import FINISH_SECONDS
 
-PACKAGES = ("wandb", "trackio", "mlflow")  # Trackers whose packages run in a process of their own.
+PACKAGES = ("wandb", "trackio", "mlflow")  # Trackers whose packages run in a separate process.
 PROCESS = [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py"))]
 DEFAULT_PROJECT = "difftx"
-FILE_BYTES = 2**20  # Size from which TensorBoard continues in a new event file.
+FILE_BYTES = 2**20  # TensorBoard starts a new event file at this size.
 
-type Row = tuple[int, Mapping[str, float]]  # The step, and the numbers of a row by "split/name".
+type Row = tuple[int, Mapping[str, float]]  # Step, and numbers by "split/name".
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt of a run, for a tracker that starts."""
+    """Facts about an attempt of a run, for a tracker that starts."""
 
-    folder: Path  # Folder of the run's small files.
+    folder: Path  # Folder with the run's small files.
     address: str  # Absolute path of the run, which may be in a bucket.
-    run_id: str | None  # Unique identifier that the run keeps.
+    run_id: str | None  # Unique identifier of the run, the same in all attempts.
     number: int  # 1 for the first attempt.
     start_step: int
     config: Mapping[str, Any] | None
-    is_continuous: bool  # Whether the attempt starts after the last row of the earlier attempts, so that none was cut.
-    history: Callable[[], Iterable[Row]]  # The rows of earlier attempts up to `start_step`.
+    is_continuous: bool  # Whether no row of earlier attempts was deleted.
+    history: Callable[[], Iterable[Row]]  # Rows of earlier attempts up to `start_step`.
     owner: Owner
 
     @functools.cached_property
     def series(self) -> int:
-        """The number of the first attempt whose curve this attempt continues, recorded in `trackers.json`.
+        """Number of the first attempt in this series, recorded in `trackers.json`.
 
-        Trackers accept a step once, or draw it twice. After rows were cut, a new series begins.
+        Attempts of one series continue the same curve. A new series begins when rows were deleted, because trackers
+        refuse a step that they already have, or draw it twice.
         """
         path, found = self.folder / "trackers.json", None
         if self.is_continuous:
@@ -68,20 +69,20 @@ class Attempt:
 
 
 class Trackers:
-    """The trackers of an attempt. One that raises an error is closed, with one line, and the training continues.
+    """The trackers of an attempt. If one raises an error, close it and print one line; the training continues.
 
     A tracker has the methods `log(step, scalars)` and `close()`, which must return within seconds.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Any]]):
-        """Start the trackers. `makers` has the function that starts each, by its name for users."""
+        """Start the trackers. `makers` maps the name of each to the function that starts it."""
         self._running: dict[str, Any] = {}
         for name, make in makers.items():
             with self._isolated(name):
                 self._running[name] = make()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of all trackers that still run."""
+        """Call a method of all trackers that are still running."""
         for name, tracker in list(self._running.items()):
             with self._isolated(name):
                 getattr(tracker, method)(*arguments)
@@ -98,16 +99,17 @@ class Trackers:
 
 
 class TensorBoard:
-    """Event files of TensorBoard, of about `FILE_BYTES` each, because only changed files are pushed to a bucket.
+    """Write TensorBoard event files of about `FILE_BYTES` each.
 
-    TensorBoard reads the files in the order of their names, which begin with the number of the attempt: clocks may step
-    back. Events are on disk when `log` returns, unlike with tensorboardX's SummaryWriter, so that a kill loses none.
+    For a run in a bucket, each change uploads the whole file, so files are small. TensorBoard reads the files in the
+    order of their names. These begin with the attempt's number, because clocks may go backwards. Unlike with
+    tensorboardX's SummaryWriter, events are on disk when `log` returns, so a kill loses none.
     """
 
     def __init__(self, attempt: Attempt, _: str):
         self._folder, self._attempt, self._number = attempt.folder / "tensorboard", attempt.number, itertools.count()
         self._open()
-        # This event hides the points of earlier files from this step on, because the resumed run writes them again.
+        # This event hides the points from this step on in earlier files, because the resumed run writes them again.
         self._write(step=attempt.start_step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -133,13 +135,14 @@ class TensorBoard:
 
 
 class PackageTracker:
-    """A run in the service or the files of a package. The package runs in another process.
+    """A run in a tracker's service or files, written by the tracker's package in another process.
 
-    Packages change how a process ends, and may wait for a network. One run has the rows of all attempts of a series.
+    A separate process is used because packages change how their process exits, and may wait for a network. All attempts
+    of a series share one run.
     """
 
     def __init__(self, attempt: Attempt, project: str, *, package: str):
-        """Start the process, which first gets the rows of earlier attempts, and skips those that the run has."""
+        """Start the process and send it the rows of earlier attempts. It skips those that the tracker already has."""
         is_bucket = "://" in attempt.address
         name = "-".join(PurePosixPath(attempt.address).parts[-2:])[-100:]
         options = {
@@ -148,7 +151,7 @@ class PackageTracker:
             "name": name if attempt.series == 1 else f"{name}-{attempt.series}",
             "group": name,
             "config": attempt.config,
-            # The local folder of a run in a bucket is deleted at the end.
+            # If the run is in a bucket, its local folder is deleted at the end.
             "dir": tempfile.gettempdir() if is_bucket else str(attempt.folder),
             "pid": os.getpid(),
         }
@@ -172,7 +175,7 @@ class PackageTracker:
 
     def _send(self, lines: Iterable[Any]) -> None:
         assert self._process.stdin is not None
-        # After an error, the process sees the end of its input.
+        # After an error, closing the pipe tells the process that its input has ended.
         with contextlib.suppress(Exception), self._process.stdin as pipe:
             for line in lines:
                 pipe.write(json.dumps(line) + "\n")
@@ -185,7 +188,7 @@ class PackageTracker:
             raise RunError(self._process.stdout.read().strip() or ended)
 
 
-# Each entry takes the attempt and the text after ":" in `logging.trackers`, and returns an object for `Trackers`.
+# Each entry takes the attempt and the text after ":" in `logging.trackers`. It returns an object for `Trackers`.
 TRACKERS: Registry[Callable[[Attempt, str], Any]] = Registry(
     "tracker",
     {"tensorboard": TensorBoard, **{name: functools.partial(PackageTracker, package=name) for name in PACKAGES}},
@@ -193,16 +196,16 @@ TRACKERS: Registry[Callable[[Attempt, str], Any]] = Registry(
 
 
 def start_trackers(trackers: Iterable[str], attempt: Attempt) -> Trackers:
-    """Start the entries of `logging.trackers`."""
+    """Start the trackers in `logging.trackers`."""
     split = {tracker: tracker.partition(":") for tracker in trackers}
     makers = {tracker: (TRACKERS[name], argument) for tracker, (name, _, argument) in split.items()}
     return Trackers({tracker: lambda m=make, a=argument: m(attempt, a) for tracker, (make, argument) in makers.items()})
 
 
 def check_trackers(trackers: Iterable[str], *, installed_only: bool = False) -> None:
-    """Raise `UserError` if there is no such tracker, its package is missing, or W&B has no key or an invalid project.
+    """Raise `UserError` if a tracker is unknown, lacks its package or settings, or has invalid settings.
 
-    With `installed_only`, do not start the packages.
+    W&B needs a key and a valid project name. With `installed_only`, do not start the packages.
     """
     for tracker in trackers:
         name, _, argument = tracker.partition(":")

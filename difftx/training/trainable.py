@@ -1,8 +1,8 @@
-"""The parameters that train: those of `train.trainable`, or the adapters of LoRA (arXiv 2106.09685), or all.
+"""Select the parameters to train: those in `train.trainable`, or LoRA adapters (arXiv 2106.09685), or all.
 
-The train state has the adapter of the weight `blocks/mlp/up_DF` as `lora/blocks/mlp/up_DF/a` and `…/b`. Training
-computes x W + (alpha / rank) x A B. Readers of checkpoints get the merged weights W + (alpha / rank) A B, so adapters
-belong to the training, and not to the model.
+In the train state, the adapter of the weight `blocks/mlp/up_DF` is stored as `lora/blocks/mlp/up_DF/a` and `…/b`.
+Training computes x W + (alpha / rank) x A B. Readers of a checkpoint get the merged weight W + (alpha / rank) A B, so
+adapters are not part of the model.
 """
 
 import fnmatch
@@ -24,7 +24,7 @@ unflatten: Callable[[Any], Any] = functools.partial(flax.traverse_util.unflatten
 
 
 def split(config: Config, params: Any) -> tuple[Any, Any]:
-    """Return the parameters that train and the frozen ones, each as a tree without the entries of the other.
+    """Split the parameters into trainable and frozen ones. Each result only has its own entries.
 
     `params` is a tree of nested dictionaries with an entry for each parameter.
     """
@@ -36,19 +36,19 @@ def split(config: Config, params: Any) -> tuple[Any, Any]:
 
 
 def join(train: Any, frozen: Any) -> Any:
-    """Return the parameters, given the results of `split`."""
+    """Join the results of `split`."""
     return unflatten(flatten(train) | flatten(frozen)) if frozen else train
 
 
 def metadata(config: Config, name: str, default: Any) -> Any:
-    """Return `parameter_metadata` for the parameters that train. Adapters have the default."""
+    """Return `parameter_metadata` for the trainable parameters. Adapters have the default."""
     return split(config, unflatten(_metadata(config, name, default)))[0]
 
 
 def trainable(config: Config) -> set[str]:
-    """Return the paths of the parameters that train, such as "blocks/mlp/up_DF".
+    """Return the paths of the trainable parameters, such as "blocks/mlp/up_DF".
 
-    They include the progress of `anneal_steps`, which follows no gradient. Raise `UserError` if a pattern of
+    They include the progress of `anneal_steps`, which does not follow a gradient. Raise `UserError` if a pattern in
     `train.trainable` matches no path.
     """
     is_progress = _metadata(config, "is_progress", False)
@@ -71,15 +71,15 @@ def _metadata(config: Config, name: str, default: Any) -> dict[str, Any]:
 
 
 def adapted_names(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the paths of the weights that get adapters, each with its numbers of input and output axes."""
+    """Return the path of each weight that gets an adapter, with its numbers of input and output axes."""
     axes = flatten(parameter_metadata(model, "matrix_axes", None))
     return {name: (len(each[0]), len(each[1])) for name, each in axes.items() if each is not None}
 
 
 def new_adapters(model: ModelConfig, params: Any, rank: int, key: jax.Array) -> Any:
-    """Return new adapters for the parameters of a model: A as in PEFT, and B = 0.
+    """Create adapters for the parameters: A is initialised as in PEFT, and B is 0.
 
-    A is sharded like the weight along its inputs, and B like the weight along its outputs.
+    A is sharded like the weight along its inputs, B like the weight along its outputs.
     """
     adapters, weights = {}, flatten(params)
     for number, (name, (inputs, outputs)) in enumerate(sorted(adapted_names(model).items())):
@@ -95,7 +95,7 @@ def new_adapters(model: ModelConfig, params: Any, rank: int, key: jax.Array) -> 
 
 
 def with_adapters(params: Mapping[str, Any], c: TrainConfig) -> Any:
-    """Return the parameters for `nnx.merge`: adapted weights are `Adapted`."""
+    """Return the parameters for `nnx.merge`. A weight with an adapter becomes an `Adapted`."""
     if LORA not in params:
         return params
     weights = flatten({name: part for name, part in params.items() if name != LORA})
@@ -107,7 +107,7 @@ def with_adapters(params: Mapping[str, Any], c: TrainConfig) -> Any:
 
 
 def merged(params: Mapping[str, Any], c: TrainConfig) -> Any:
-    """Return the parameters of the model, without adapters."""
+    """Return the model's parameters with adapters merged into them."""
     if LORA not in params:
         return params
 

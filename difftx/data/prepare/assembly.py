@@ -1,4 +1,4 @@
-"""Tokenise parts of the input (units) into one file each, and assemble these files into the shards of a store."""
+"""Tokenise each part of the input (unit) into one file, and assemble these files into the shards of a store."""
 
 import contextlib
 import dataclasses
@@ -26,41 +26,42 @@ from difftx.storage.reading import map_ahead
 HOW_TO_SKIP = "repair it, or leave such documents out with --on_error=skip"
 SKIPPED = "skipped.txt"
 
-type Selection = tuple[AnyPath, np.ndarray]  # File of a unit, and mask of the unit's documents to take.
+type Selection = tuple[AnyPath, np.ndarray]  # File of a unit, and mask of the documents to take from it.
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitSummary:
-    """Counts and problems of a tokenised unit, which are saved in its file."""
+    """Counts and problems of a tokenised unit, saved in its file."""
 
-    end: int  # `end`, `last`, `source` and `input_bytes` are copies of the fields of `Unit`.
+    end: int  # `end`, `last`, `source` and `input_bytes` are the fields of `Unit`.
     last: bool
     source: int
     input_bytes: int
     text_bytes: int
     tokens: int
-    empty: int  # Number of documents without text, which are left out.
-    problems: list[str]  # One message per unreadable document, which is left out.
+    empty: int  # Number of skipped documents without text.
+    problems: list[str]  # One message per skipped unreadable document.
 
 
 def unit_file(job: Job, source: int, index: int, state: str) -> AnyPath:
     """Return the path of the file of unit `index` of a source.
 
-    Its name has the `state` of the source, so that no file of another state of the input is used.
+    The name includes the source's `state`, so files are not reused after the input has changed.
     """
     return job.units / f"{source:05d}-{index:06d}-{state}.npz"
 
 
 def encode_unit(job: Job, unit: Unit) -> UnitSummary:
-    """Tokenise a unit and write its file, which depends only on the job's options and the unit's bytes.
+    """Tokenise a unit and write its file. The content only depends on the job's options and the unit's bytes.
 
-    The file is a numpy archive with a CRC for each array. "tokens" has all tokens, with an end-of-text token after each
-    document. For each document, "lengths" has the number of tokens, "turns" the number of ranges of tokens that count
-    in the loss, "sizes" the bytes of prompt and text, and "hashes" the first 128 bits of their SHA-256. "counted" has
-    start and stop of each range in its document, and "ids" the ids as lines of JSON.
+    The file is a numpy archive with a CRC per array. "tokens" has all tokens, with an end-of-text token after each
+    document. Per document, "lengths" has its number of tokens, "turns" its number of ranges that count in the loss,
+    "sizes" its bytes of prompt and text, and "hashes" the first 128 bits of their SHA-256. "counted" has start and stop
+    of each range, relative to its document, and "ids" has the document ids as JSON lines.
     """
     end_of_text = np.array([job.loaded_tokenizer.eot_token], np.uint32)
-    parts: list[list[np.ndarray]] = []  # Prompt and text of each turn of each document, and its end-of-text token.
+    # Per document: prompt and text of each turn. The last text ends with the end-of-text token.
+    parts: list[list[np.ndarray]] = []
     documents: list[Document] = []
     problems: list[str] = []
     empty = 0
@@ -90,7 +91,7 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
             counted=np.concatenate([*edges, np.array([], np.int64)]).reshape(-1, 2),
             sizes=sizes,
             hashes=np.frombuffer(b"".join(hashlib.sha256(d.utf8).digest()[:16] for d in documents), ">u8"),
-            # Half of a surrogate pair, which UTF-8 cannot encode, gets an escape that JSON knows, such as \\ud800.
+            # UTF-8 cannot encode half of a surrogate pair. Write it as a JSON escape, such as \\ud800.
             ids=np.frombuffer(ids.encode(errors="backslashreplace"), np.uint8),
             summary=np.frombuffer(json.dumps(dataclasses.asdict(summary)).encode(), np.uint8),
         )
@@ -110,10 +111,10 @@ def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
 
 
 def _encode(tokenizer: Tokenizer, document: Document) -> Sequence[np.ndarray]:
-    """Return the ids of prompt and text of each turn, uint32. Only a conversation has several.
+    """Return the token ids of each turn's prompt and text, uint32. Only a conversation has several turns.
 
-    They are encoded separately, so that no token spans both, because generation also starts after the last token of a
-    prompt. The names of special tokens are ordinary text, except where a chat template has written them.
+    Prompt and text are encoded separately, so that no token spans both: generation also starts after the last token of
+    a prompt. Names of special tokens are ordinary text, except where a chat template wrote them.
     """
     prompt, text = document.prompt, document.text
     if document.ids is not None:
@@ -125,7 +126,7 @@ def _encode(tokenizer: Tokenizer, document: Document) -> Sequence[np.ndarray]:
 
 
 def finished_units(job: Job, sources: Sequence[Source]) -> dict[int, list[UnitSummary]]:
-    """Return the summaries of each source's tokenised units, up to the first unit that has no file."""
+    """Return the summaries of each source's tokenised units, up to the first missing file."""
     finished: dict[int, list[UnitSummary]] = {source.index: [] for source in sources}
     for source, _, archive in _archives(job, sources):
         finished[source.index].append(_summary(archive))
@@ -133,7 +134,7 @@ def finished_units(job: Job, sources: Sequence[Source]) -> dict[int, list[UnitSu
 
 
 def _archives(job: Job, sources: Sequence[Source]) -> Iterator[tuple[Source, AnyPath, Mapping[str, np.ndarray]]]:
-    """Yield source, path and content of each source's unit files, up to the first unit that has no file."""
+    """Yield source, path and content of each source's unit files, up to the first missing file."""
     names = list_folder(job.units)
     unit_files: list[tuple[Source, AnyPath]] = []
     for source in sources:
@@ -144,7 +145,7 @@ def _archives(job: Job, sources: Sequence[Source]) -> Iterator[tuple[Source, Any
 
 
 def _opened(files: Iterable[AnyPath]) -> Iterator[tuple[AnyPath, Mapping[str, np.ndarray]]]:
-    """Yield path and content of unit files in order. Objects in a bucket are read as a whole, and ahead."""
+    """Yield path and content of unit files in order. Objects in a bucket are read whole, several ahead."""
 
     def content(file: AnyPath) -> tuple[AnyPath, Any]:
         return file, io.BytesIO(read_file(file) or b"") if is_bucket(file) else file
@@ -173,7 +174,7 @@ def units_to_do(job: Job, sources: Sequence[Source], finished: Mapping[int, Sequ
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A shard to write, and the documents that it takes from each unit."""
+    """A shard to write, and the documents to take from each unit."""
 
     split: str
     index: int
@@ -182,7 +183,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The assignment of documents to shards, and the documents that are left out."""
+    """The assignment of documents to shards, and facts about the documents left out."""
 
     shards: list[Shard]
     duplicates: dict[str, int]  # Number of duplicates per split.
@@ -193,8 +194,8 @@ class Plan:
 def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     """Assign every document to a split and a shard, or leave it out as a duplicate.
 
-    Only the first of several equal documents is kept. Validation inputs come first, so the validation split keeps a
-    document that is also in the training input. The plan takes about 100 bytes of memory per document.
+    Keep the first of several equal documents. Validation inputs come first, so a document in both inputs stays in the
+    validation split. The plan takes about 100 bytes of memory per document.
     """
     units, from_valid, lengths, hashes, problems, empty, tokens = [], [], [], [], [], 0, 0
     largest = math.inf if job.max_tokens is None else job.max_tokens
@@ -209,12 +210,12 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
         tokens += 0 if source.valid else summary.tokens
         if tokens >= largest:
             break
-    if problems and not job.skip_unreadable:  # An earlier call had --on_error=skip.
+    if problems and not job.skip_unreadable:  # The units come from an earlier call with --on_error=skip.
         raise UserError(f"{problems[0]}; {HOW_TO_SKIP}")
     if not sum(map(len, lengths)):
         raise UserError("the input has no documents")
     length, hash_, valid = np.concatenate(lengths), np.concatenate(hashes), np.concatenate(from_valid)
-    # Documents are in the order of the input, so those beyond the largest number of tokens are the last.
+    # Documents are in input order, so those that exceed the token limit are the last ones.
     fits = np.cumsum(np.where(valid, 0, length)) <= largest
     if not (fits & ~valid).any() and tokens > largest:
         first_length = length[~valid][0]
@@ -283,9 +284,9 @@ def write_shard(job: Job, shard: Shard) -> dict[str, Any]:
 def finish(
     job: Job, description: dict[str, Any], plan: Plan, entries: Sequence[Mapping[str, Any]], owner: Owner
 ) -> None:
-    """Write `meta.json`, which makes the folder a store. `entries` are the results of `write_shard`, by shard.
+    """Write `meta.json`, which makes the folder a store. `entries` has the result of `write_shard` for each shard.
 
-    `open_job` yields `owner`, and deletes `job.work`.
+    `owner` comes from `open_job`, which deletes `job.work` afterwards.
     """
     meta = description | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
@@ -302,8 +303,8 @@ def finish(
 
 
 def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
-    """Return a mask of the documents whose hash (a row of `hash_`) does not occur in an earlier row."""
-    order = np.lexsort((hash_[:, 1], hash_[:, 0]))  # Stable, so equal hashes stay in the order of the input.
+    """Return a mask: True for documents with a hash (row of `hash_`) that no earlier document has."""
+    order = np.lexsort((hash_[:, 1], hash_[:, 0]))  # The sort is stable, so equal hashes stay in input order.
     repeated = (hash_[order[1:]] == hash_[order[:-1]]).all(axis=1)
     first = np.ones(len(hash_), bool)
     first[order[1:][repeated]] = False
@@ -311,14 +312,17 @@ def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
 
 
 def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
-    """Return a mask of the documents whose hash is in the lowest `fraction` of its range, at least one document."""
-    # A document stays in its split when the corpus grows, because the split depends only on its own hash.
+    """Return a mask of the validation documents: the fraction with the lowest hashes, and at least one document."""
+    # The split of a document depends only on its own hash, so it does not change when the corpus grows.
     valid = hash_ < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     return valid if valid.any() else hash_ == hash_.min()
 
 
 def _shards_of(split: str, units: Sequence[tuple[AnyPath, int]], shard_of: np.ndarray) -> list[Shard]:
-    """Return a split's shards, given each unit's file and number of documents, and each document's shard or -1."""
+    """Return the shards of a split.
+
+    `units` has each unit's file and number of documents. `shard_of` has each document's shard, or -1.
+    """
     selections: list[list[Selection]] = [[] for _ in range(int(shard_of.max()) + 1)]
     start = 0
     for file, documents in units:

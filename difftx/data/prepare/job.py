@@ -1,4 +1,4 @@
-"""The options of a `difftx prepare` call, and the journal from which a later call resumes an unfinished one."""
+"""The options of a `difftx prepare` call, and the journal with which a later call resumes an unfinished store."""
 
 import contextlib
 import dataclasses
@@ -26,13 +26,14 @@ from difftx.storage.hub import HubFile
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
 STATES = "sha256_of_names_sizes_and_times"  # Field of meta.json.
-# If only these fields of meta.json change, an unfinished store can be resumed with its tokenised text. They assign
-# documents to splits and shards, or describe the input files, whose states are in the names of the units.
+# If only these fields of meta.json changed, an unfinished store can be resumed with the units tokenised so far. They
+# assign documents to splits and shards, or describe the input files. A changed file also changes the names of its
+# units.
 FIELDS_WITHOUT_EFFECT_ON_UNITS = ("valid_input", "files", "bytes", STATES, "valid_fraction", "shard_tokens")
 
-TAKEOVER_SECONDS = 60.0  # Time without a renewal after which another process may take the lock in a bucket.
+TAKEOVER_SECONDS = 60.0  # Take over the lock in a bucket after this time without a renewal.
 
-_load_tokenizer = functools.cache(load_tokenizer)  # Cached, because every task has a new copy of the job.
+_load_tokenizer = functools.cache(load_tokenizer)  # Cached, because every task has its own copy of the job.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,19 +44,19 @@ class Job:
     valid_input: str | None
     out: AnyPath
     tokenizer: str
-    end_of_text: str | None  # Name of the end-of-text token, for tokenizers whose files do not name one.
+    end_of_text: str | None  # Name of the end-of-text token, if the tokenizer's files do not name one.
     fields: Fields
     date: Date = None
     bin_dtype: str | None = None  # Dtype of .bin files without .idx.
-    max_tokens: int | None = None  # Largest number of tokens of `input`, with duplicates. No more is read.
-    valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
-    shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
-    skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
+    max_tokens: int | None = None  # Limit on the tokens of `input`, including duplicates. Reading stops there.
+    valid_fraction: float  # Fraction of documents to hold out for validation, selected by hash.
+    shard_tokens: int  # Tokens per shard. The last document may exceed it.
+    skip_unreadable: bool  # Skip unreadable documents instead of raising an error.
     workers: int  # Number of processes.
 
     @property
     def work(self) -> AnyPath:
-        """Folder of intermediate files, deleted when the store is finished."""
+        """Folder for intermediate files. It is deleted when the store is finished."""
         return self.out / ".prepare"
 
     @property
@@ -76,14 +77,14 @@ class Job:
 
 
 def describe(job: Job, sources: Sequence[Source], files: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return the fields of `meta.json` that are known in advance. They determine the content of the store.
+    """Return the fields of `meta.json` that determine the content of the store. They are known before tokenising.
 
     `files` is the result of `input_states`.
     """
     readers = {READERS.extension_of(source.kind) for source in sources}
     extensions = sorted(extension.sha256 for extension in readers if extension)
     library = job.loaded_tokenizer.library
-    # All sources of an input are of one commit.
+    # All sources of an input have the same commit.
     commits = {
         f"{'valid_input' if source.valid else 'input'}_commit": file.commit
         for source in sources
@@ -120,7 +121,7 @@ def describe(job: Job, sources: Sequence[Source], files: dict[str, list[Any]]) -
 
 
 def pinned_commit(job: Job, flag: str) -> str | None:
-    """Return the commit of an input on the hub that the store, or its unfinished run, was made from, or None."""
+    """Return the Hub commit at which the store, finished or not, read the input `flag`. None if there is none."""
     meta = read_meta(job.out) if is_store(job.out) else None
     if meta is None and size_of(job.journal) is not None:
         meta = read_record(job.journal)
@@ -140,7 +141,7 @@ def _messages(job: Job) -> dict[str, str]:
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
-    """Return the size and modification time of each file (in buckets, its version), or a data set's fingerprint."""
+    """Return the state of each file: size and modification time, version (in a bucket), or data set fingerprint."""
     states: dict[str, list[Any]] = {}
     in_folders: dict[BucketPath, list[BucketPath]] = {}
     for source in sources:
@@ -155,7 +156,8 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
                 stat = file.stat()
                 states[str(file)] = [stat.st_size, stat.st_mtime_ns]
     for folder, files in in_folders.items():
-        listed = objects.describe_below(folder) if len(files) > 8 else {}  # Fewer objects are described one by one.
+        # With few files, single requests are cheaper than a listing.
+        listed = objects.describe_below(folder) if len(files) > 8 else {}
         for file in files:
             if (found := listed.get(file.name) or objects.describe(file)) is None:
                 raise UserError(f"{file}: deleted while it was read; run the same command again")
@@ -164,7 +166,7 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
 
 
 def with_states(sources: Sequence[Source], states: dict[str, list[Any]]) -> list[Source]:
-    """Return the sources with their field `state`, given the result of `input_states`."""
+    """Set the field `state` of the sources from the result of `input_states`."""
     contents = ([source.held_out, *([str(file), states[str(file)]] for file in source.files)] for source in sources)
     return [
         dataclasses.replace(source, state=json_sha256(content)[:8])
@@ -174,10 +176,9 @@ def with_states(sources: Sequence[Source], states: dict[str, list[Any]]) -> list
 
 @contextlib.contextmanager
 def open_job(job: Job, description: dict[str, Any]) -> Iterator[Owner | None]:
-    """Lock the folder `job.out` for this process. Yield None if it already holds the finished store.
+    """Lock the folder `job.out` and yield its owner, or yield None if it already holds the finished store.
 
-    Otherwise, yield its owner, which raises an error if this process has lost the folder.
-    Once the store is finished, delete `job.work`.
+    The owner raises an error if another process has taken the folder. When the store is finished, delete `job.work`.
     """
     if _is_finished(job, description):
         yield None
@@ -185,17 +186,17 @@ def open_job(job: Job, description: dict[str, Any]) -> Iterator[Owner | None]:
         if list_folder(job.out).keys() - {job.work.name} and size_of(job.journal) is None:
             raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
         with locked(job.work, f"--out={job.out}", TAKEOVER_SECONDS, wait_seconds=0) as owner:
-            if _is_finished(job, description):  # Another process has finished it before this one got the lock.
+            if _is_finished(job, description):  # Another process finished the store before this one got the lock.
                 yield None
             else:
                 _resume_or_start(job, description)
                 yield owner
     if is_store(job.out):
-        remove_folder(job.work)  # It must not be locked, because NFS keeps files that are open.
+        remove_folder(job.work)  # Release the lock first, because NFS keeps open files.
 
 
 def _is_finished(job: Job, description: dict[str, Any]) -> bool:
-    """Return whether `job.out` holds the finished store. Raise `UserError` if it holds another store."""
+    """Return whether `job.out` holds the finished store. Raise `UserError` if it holds a different store."""
     if not is_store(job.out):
         return False
     meta = read_meta(job.out)
@@ -205,9 +206,9 @@ def _is_finished(job: Job, description: dict[str, Any]) -> bool:
 
 
 def _resume_or_start(job: Job, description: dict[str, Any]) -> None:
-    """Delete the shards of an unfinished run, whose units are used again, and write the journal.
+    """Prepare to resume: delete the shards of an unfinished store, but keep its units. Write the journal.
 
-    Without units, as after a wrong --text_field, the settings may change.
+    If there are no units yet, as after a wrong --text_field, the settings may change.
     """
     shard_folders = [job.out / split for split in SPLITS]
     if size_of(job.journal) is not None:
@@ -222,14 +223,14 @@ def _resume_or_start(job: Job, description: dict[str, Any]) -> None:
             remove_folder(folder)
         if before["source"][STATES] != description["source"][STATES]:
             print(f"{job.input}: changed since the unfinished run; tokenising changed files again", file=sys.stderr)
-    write_record(job.journal, description)  # Before the folders, because `open_job` rejects folders without a journal.
+    write_record(job.journal, description)  # Before the folders: `open_job` rejects folders without a journal.
     if not is_bucket(job.out):
         for folder in (job.units, *shard_folders):
             folder.mkdir(exist_ok=True)
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any], ignored: Sequence[str] = ()) -> str:
-    """Return the name and both values of the first field that differs, as text, or "" if all are equal."""
+    """Return the first field that differs, with both values, as text, or "" if all are equal."""
     for name in old | new:
         before, value = old.get(name), new.get(name)
         if isinstance(value, dict) and isinstance(before, dict):

@@ -1,4 +1,4 @@
-"""Readers that split input files into units of about `UNIT_BYTES` of text, at boundaries that depend only on the input.
+"""Readers that split input files into units of about `UNIT_BYTES` of text. The boundaries only depend on the input.
 
 The main process reads and decompresses a unit, and a worker parses it into documents.
 """
@@ -25,12 +25,12 @@ from difftx.storage.paths import AnyPath, is_bucket, path_of
 from difftx.storage.reading import map_ahead
 
 UNIT_BYTES = 4 * 2**20
-UNITS = 64  # Fewest units for `--max_tokens`, so that little is read beyond them.
-# Files of a data set's folder on the Hub that are not data. The library `datasets` leaves them out too.
+UNITS = 64  # With `--max_tokens`, split into at least this many units, so that little is read beyond the limit.
+# Files in a data set's folder on the Hub that are not data. The `datasets` library leaves them out too.
 DESCRIPTIONS = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 HUGGING_FACE = "hf:"
-TOKEN_FILES = ("npy", "bin")  # Endings of files with token ids.
-COLON = re.compile(r":(?![^\[]*\])")  # Not in brackets, because a split may be a slice such as "train[:10%]".
+TOKEN_FILES = ("npy", "bin")  # Suffixes of files with token ids.
+COLON = re.compile(r":(?![^\[]*\])")  # A colon outside brackets, because a split may be a slice such as "train[:10%]".
 
 type InputFile = AnyPath | HubFile
 
@@ -41,8 +41,8 @@ class Fields:
 
     text: str = "text"
     id: str | None = None
-    prompt: str | None = None  # Field with the text before the document, which the loss does not count.
-    messages: str | None = None  # Field with a conversation, in place of `text` and `prompt`.
+    prompt: str | None = None  # Text before the document that does not count in the loss.
+    messages: str | None = None  # A conversation, instead of `text` and `prompt`.
 
     @property
     def names(self) -> list[str]:
@@ -55,11 +55,11 @@ class Document:
     """A document of the input."""
 
     text: str  # Without the prompt.
-    utf8: bytes  # The prompt followed by the text.
+    utf8: bytes  # Prompt and text together.
     id: str | None
     prompt: str = ""
-    turns: Sequence[list[int]] = ()  # The ids of a conversation: before an answer, of the answer, and so on.
-    ids: Any = None  # The ids of the text, uint32, if they come from a token file.
+    turns: Sequence[list[int]] = ()  # Token ids of a conversation, alternating: before an answer, of the answer.
+    ids: Any = None  # Token ids of the text, uint32, if they were read from a token file.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Conversation:
     record_name: Callable[[], str]
 
     def documents(self, tokenizer: Tokenizer, date: Date) -> Iterator[Document | UserError]:
-        """Yield one document, with a turn for each message of the assistant.
+        """Yield one document, with a turn for each assistant message.
 
-        A further document begins where the ids before an answer are not those of its prompt in generation, for example
-        because the template leaves the reasoning out of earlier answers.
+        Start a new document whenever the ids so far are not a prefix of the next answer's prompt in generation, for
+        example because the template drops the reasoning of earlier answers.
         """
         template, whole, turns = tokenizer.require_chat_template("--messages_field"), "", list[list[int]]()
         try:
@@ -90,14 +90,14 @@ class Conversation:
             yield UserError(f"{self.record_name()}: {error}")
 
 
-# `Lines`, `Texts`, `Rows`, or `Tokens`. The method `documents` yields a `UserError` for each unreadable document.
+# `Lines`, `Texts`, `Rows`, or `Tokens`. Their method `documents` yields a `UserError` for an unreadable document.
 type Content = Any
 type Found = Document | Conversation | UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Whole lines of JSON from byte `start` of a decompressed file. Each line that is not blank is a document."""
+    """Whole JSON lines from byte `start` of a decompressed file. Each non-blank line is a document."""
 
     file: InputFile
     start: int
@@ -122,7 +122,7 @@ class Lines:
         return _document_of(record, fields, lambda: self.line_name(index))
 
     def line_name(self, index: int) -> str:
-        """Return the file and number of a line, for messages. This reads the file again to count earlier lines."""
+        """Return the file and number of a line, for messages. Read the file again to count earlier lines."""
         before = 0
         if self.start:
             with records.open_stream(self.file) as stream:
@@ -135,10 +135,11 @@ class Lines:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Text files, each of which is a document with its path as id."""
+    """Text files. Each is a document, and its path is the document's id."""
 
-    files: tuple[tuple[InputFile, bytes | UserError], ...]  # Path and content of each file, or the error of reading it.
-    start: int = 0  # Byte at which the content starts in its file. It is not 0 for the held-out end of a single file.
+    # For each file: path, and content or the error of reading it.
+    files: tuple[tuple[InputFile, bytes | UserError], ...]
+    start: int = 0  # First byte of the content in its file. Above 0 only for the held-out end of a single file.
 
     def documents(self, fields: Fields) -> Iterator[Found]:
         for file, data in self.files:
@@ -158,7 +159,7 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Consecutive rows of a table from row `start` on. Each row is a document."""
+    """Consecutive rows of a table, from row `start`. Each row is a document."""
 
     table: str
     start: int
@@ -169,7 +170,7 @@ class Rows:
             yield _document_of(row, fields, lambda index=index: f"{self.table}: row {index}")
 
 
-type Chunk = tuple[Content, int, int]  # `content`, `end` and `input_bytes` of a `Unit`.
+type Chunk = tuple[Content, int, int]  # The fields `content`, `end` and `input_bytes` of a `Unit`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,36 +180,36 @@ class Unit:
     source: int  # Index of the source.
     index: int  # Index of the unit within the source.
     content: Content
-    end: int  # Position at which the next unit starts: a byte of the file's text, a row, or a file.
-    input_bytes: int  # Size of the unit in bytes of the file, which may be compressed.
+    end: int  # Start of the next unit: a byte of the decompressed file, a row, or a file index.
+    input_bytes: int  # Size in bytes in the file, which may be compressed.
     last: bool = False  # Whether this is the last unit of the source.
     state: str = ""  # State of the source.
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """An input file, several small text files, or a data set of Hugging Face."""
+    """An input file, a group of small text files, or a Hugging Face data set."""
 
     index: int
     kind: str  # "texts", "hf", or a name in `READERS`.
-    files: tuple[InputFile, ...]  # Paths. For "hf", the only entry is NAME[:SPLIT[:CONFIG]].
+    files: tuple[InputFile, ...]  # Paths. For "hf", one entry NAME[:SPLIT[:CONFIG]].
     size: int  # Size on disk in bytes.
     valid: bool  # Whether the source is validation text.
-    held_out: float | None = None  # Share at the end of a single text that is validation text.
-    max_tokens: int | None = None  # `Job.max_tokens` for training text.
-    end_of_text: int | None = None  # Id that ends documents, for token files.
+    held_out: float | None = None  # Fraction at the end of a single text to hold out for validation.
+    max_tokens: int | None = None  # `Job.max_tokens` if this is training text.
+    end_of_text: int | None = None  # For token files: the id that ends documents.
     bin_dtype: str | None = None  # Dtype of a .bin file without .idx.
-    state: str = ""  # Text that changes with the files, from `with_states`.
+    state: str = ""  # Text that changes when the files change, from `with_states`.
 
     @property
     def unit_bytes(self) -> int:
-        """Size of a unit of text in bytes. A unit has about as many tokens, or fewer."""
+        """Size of a unit of text in bytes, which is also about its maximum number of tokens."""
         return UNIT_BYTES if self.max_tokens is None else max(1, min(UNIT_BYTES, self.max_tokens // UNITS))
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
-        """Read and yield unit `index`, which starts at `position`, and all later units."""
+        """Read and yield the units from unit `index` on, which starts at `position`."""
         numbered = (Unit(self.index, i, *chunk) for i, chunk in enumerate(self._chunks(fields, position), start=index))
-        # Read one unit ahead to identify the last unit.
+        # Read one unit ahead to know which one is the last.
         for unit, following in itertools.pairwise(itertools.chain(numbered, [None])):
             assert unit is not None
             yield dataclasses.replace(unit, last=following is None, state=self.state)
@@ -217,15 +218,15 @@ class Source:
         read = {"texts": _read_texts, "hf": _read_hugging_face}.get(self.kind) or READERS[self.kind]
         try:
             yield from read(self, fields, position)
-        except records.READ_ERRORS as error:  # The documents before it are kept, and the last chunk is the error.
+        except records.READ_ERRORS as error:  # Keep the documents read so far. The last chunk is the error.
             yield unreadable(self.files[0], records.why_unreadable(self.files[0], error))
-        except UnicodeDecodeError as error:  # From pyarrow, `datasets` or a reader of an extension.
+        except UnicodeDecodeError as error:  # Raised by pyarrow, `datasets` or an extension's reader.
             yield unreadable(self.files[0], f"{self.files[0]}: the file has text that is not UTF-8 ({error.reason})")
 
 
-# Readers, keyed by the ending of the file's name. Files with other endings are texts. A reader receives a source, the
-# fields to read, and a position (0, or the `end` of a chunk). It yields all chunks from there on, and every call must
-# yield the same ones. Readers of tables can use `read_rows`.
+# Readers by file suffix. Files with other suffixes are texts. A reader takes a source, the fields to read, and a
+# position (0, or the `end` of a chunk). It yields all chunks from there on, the same ones in every call. Readers of
+# tables can use `read_rows`.
 READERS: Registry[Callable[[Source, Fields, int], Iterator[Chunk]]] = Registry(
     "reader",
     {
@@ -237,9 +238,9 @@ READERS: Registry[Callable[[Source, Fields, int], Iterator[Chunk]]] = Registry(
 
 
 def sources_of(pattern: str, *, valid: bool, first_index: int, commit: str | None = None) -> list[Source]:
-    """List the sources of a file, folder, glob, `hf:` name or `hf://` address, in the order of the paths.
+    """List the sources of a file, folder, glob, `hf:` name or `hf://` address, sorted by path.
 
-    `commit` replaces the revision of an address.
+    If `commit` is given, it replaces the revision in the address.
     """
     if pattern.startswith(HUGGING_FACE) and not pattern.startswith(hub.SCHEME):
         name = pattern.removeprefix(HUGGING_FACE)
@@ -250,10 +251,10 @@ def sources_of(pattern: str, *, valid: bool, first_index: int, commit: str | Non
         name = Path(str(file))
         ending = (Path(name.stem) if name.suffix.lower() in records.OPENERS else name).suffix.removeprefix(".")
         kind = next((name for name in (ending, ending.lower()) if name in READERS), "texts")
-        if ending == "idx":  # It belongs to a .bin file.
+        if ending == "idx":  # An index belongs to a .bin file.
             continue
         if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
-            group = sources[-1]  # Small texts are read together, as one source.
+            group = sources[-1]  # Group small texts into one source.
             sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
         else:
             parts = [file]
@@ -264,7 +265,7 @@ def sources_of(pattern: str, *, valid: bool, first_index: int, commit: str | Non
 
 
 def _input_files(pattern: str, flag: str, commit: str | None) -> dict[Any, int]:
-    """Return the size of each file of a path, folder or glob. In folders, files that describe data are left out."""
+    """Return the size of each file of a path, folder or glob. In folders, skip files that only describe a data set."""
     if pattern.startswith(hub.SCHEME):
         return {file: file.size for file in hub.list_files(flag, pattern, commit)}
     sizes, path = records.files_of(pattern, flag), path_of(flag, pattern)
@@ -292,7 +293,7 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(source.unit_bytes):
-            data += stream.readline()  # The rest of the last line.
+            data += stream.readline()  # Read to the end of the last line.
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
             position, before = end, before + read
@@ -325,7 +326,7 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
 def validation_start(text: bytes, share: float) -> int:
     """Return the byte at which the last `share` of a text starts, moved back to the start of a line or character."""
     start = min(round((1 - share) * len(text)), len(text) - 1)
-    # The start of a line is used only if the last part then is at most twice as long as required.
+    # Use the start of a line only if the held-out part is then at most twice as long as requested.
     start = text.rfind(b"\n", max(0, round((1 - 2 * share) * len(text))), start) + 1 or start
     while start > 0 and text[start] & 0xC0 == 0x80:  # Inside a multi-byte character.
         start -= 1
@@ -337,7 +338,7 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
     try:
         file: Any = source.files[0]
         opened = hub.HubReader(file) if isinstance(file, HubFile) else open_file(file) if is_bucket(file) else file
-        # Without a buffer, pyarrow would read the column of a row group as a whole, however large it is.
+        # Without a buffer, pyarrow would read a whole column of a row group, however large it is.
         options = {"buffer_size": hub.REQUEST_BYTES, "pre_buffer": False, "page_checksum_verification": True}
         table = parquet.ParquetFile(opened, **options)
         total, names = table.metadata.num_rows, table.schema_arrow.names
@@ -347,7 +348,7 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
         # If the table lacks a field, no row is a document, and the message lists the names.
         rows: Iterator[dict[str, Any]] = itertools.repeat(dict.fromkeys(names, ""), total - position)
         if set(fields.names) <= set(names):
-            # Few rows at a time, because a small file may hold rows of megabytes.
+            # Read few rows at a time, because rows may have megabytes even in a small file.
             groups = range(first, table.num_row_groups)
             batches = table.iter_batches(batch_size=64, row_groups=groups, columns=fields.names)
             every = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -371,7 +372,7 @@ def read_rows(
 ) -> Iterator[Chunk]:
     """Group the rows of a table into chunks of about `Source.unit_bytes` of text.
 
-    `rows` are all rows from row `position` on, each a dictionary from field names to values. `total` is the number of
+    `rows` yields all rows from row `position` on, as dictionaries from field names to values. `total` is the number of
     rows in the whole table. `source`, `position` and `fields` are the arguments of the reader.
     """
     batch: list[dict[str, Any]] = []
@@ -391,8 +392,8 @@ def read_rows(
 
 
 def unreadable(file: InputFile, reason: str, input_bytes: int = 0) -> Chunk:
-    """Return a chunk that stands for a file, or for the rest of it, that cannot be read."""
-    # Nothing of the source is read after this chunk, so its `end`, 0, is not used.
+    """Return a chunk that stands for an unreadable file, or for its unreadable rest."""
+    # This is the last chunk of its source, so its `end` (0) is not used.
     return Texts(((file, UserError(reason)),)), 0, input_bytes
 
 

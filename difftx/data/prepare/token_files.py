@@ -1,4 +1,4 @@
-"""Token files as inputs of `difftx prepare`: arrays of numpy, raw ids (.bin), and the .bin and .idx of Megatron."""
+"""Token files as inputs of `difftx prepare`: numpy arrays, raw ids (.bin), and Megatron's .bin and .idx files."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
 from difftx.files import open_file
 
-# The header of an .idx file and its codes of dtypes (megatron/core/datasets/indexed_dataset.py).
+# Header of an .idx file, and its dtype codes (megatron/core/datasets/indexed_dataset.py).
 INDEX_MAGIC, INDEX_HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MAX_DOCUMENT_IDS = 2**28
@@ -32,7 +32,7 @@ class Tokens:
     ends: np.ndarray  # End of each document in `ids`.
 
     def documents(self, fields: Fields, tokenizer: Tokenizer) -> Iterator[Document | UserError]:
-        """Yield the documents without prefix and end-of-text token, which may be absent in the file."""
+        """Yield the documents without prefix and end-of-text token. The file may or may not contain these."""
         if (field := fields.messages or fields.prompt) is not None:
             yield UserError(f"{self.file}: a token file has no field {field!r}; remove the flag that names it")
             return
@@ -57,7 +57,7 @@ class Tokens:
 
 
 def read_tokens(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
-    """Read a token file from id `position` on, a reader in `READERS`. A document ends after each end-of-text token."""
+    """Read a token file from id `position` on, as a reader in `READERS`. Documents end after an end-of-text token."""
     file = source.files[0]
     try:
         with open_file(file) as stream:
@@ -85,7 +85,7 @@ def read_tokens(source: Source, fields: Fields, position: int) -> Iterator[Chunk
 
 
 def _layout(source: Source, stream: BinaryIO) -> tuple[np.dtype, int, int, np.ndarray]:
-    """Return dtype, first byte and number of the ids of a token file, and the end of each document that it names."""
+    """Return dtype, first byte and number of a token file's ids, and the document ends from its index, if any."""
     file, index = source.files[0], source.files[1:]
     start, ends = 0, np.array([], np.int64)
     if Path(str(file)).suffix.lower() in records.OPENERS:
@@ -114,7 +114,7 @@ def _layout(source: Source, stream: BinaryIO) -> tuple[np.dtype, int, int, np.nd
 
 
 def _read_index(index: InputFile) -> tuple[np.dtype, np.ndarray]:
-    """Return the dtype of the ids that an .idx file describes, and the end of each document."""
+    """Return the dtype of the ids, and the end of each document, from an .idx file."""
     with open_file(index) as stream:
         data = stream.read()
     try:

@@ -1,4 +1,4 @@
-"""Workers of `difftx prepare`: processes of this machine."""
+"""Workers of `difftx prepare`: processes on this machine."""
 
 import collections
 import concurrent.futures
@@ -22,7 +22,7 @@ from difftx.progress import Work
 
 
 class Workers(contextlib.AbstractContextManager):
-    """A pool of local processes. On exit, it waits for the running tasks and cancels the other tasks."""
+    """A pool of local processes. On exit, wait for the running tasks and cancel the rest."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -41,11 +41,11 @@ class Workers(contextlib.AbstractContextManager):
         what = f"{size / 1e6:,.1f} MB" if most is None else f"{size:,} tokens"
         line = f"{{share:.0%}} of {what}, {{text}}, {{seconds:,.0f}} s left"
         training = {source.index for source in sources if not source.valid}
-        counted = 0  # Tokens of finished training units, in the order of the input.
+        counted = 0  # Number of tokens in finished training units, in input order.
 
         def units() -> Iterator[Unit]:
             nonlocal counted
-            for source in sources:  # Those of the validation input are the first.
+            for source in sources:  # Validation sources come first.
                 counted += sum(done.tokens for done in finished[source.index] if not source.valid)
                 if counted >= limit:
                     return
@@ -55,7 +55,7 @@ class Workers(contextlib.AbstractContextManager):
                         return
 
         def room() -> float:
-            # A unit has at most about `unit_bytes` tokens, so all units in progress are needed.
+            # A unit has at most about `unit_bytes` tokens, so all units in progress are needed to reach the limit.
             return (limit - counted) / sources[-1].unit_bytes
 
         amount = operator.attrgetter("input_bytes" if most is None else "tokens")
@@ -72,7 +72,7 @@ class Workers(contextlib.AbstractContextManager):
                     work.note(f"left out: {problem}")
 
     def write_shards(self, shards: Sequence[Shard]) -> list[dict[str, Any]]:
-        """Write all shards, and return the entry of each for `meta.json`."""
+        """Write all shards. Return the entry of each for `meta.json`."""
         return list(self._map(write_shard, shards))
 
     def _map[Task, Result](
@@ -81,15 +81,15 @@ class Workers(contextlib.AbstractContextManager):
         tasks: Iterable[Task],
         room: Callable[[], float] = lambda: math.inf,
     ) -> Iterator[Result]:
-        """Yield the results in the order of the tasks, so that the error of the first failed task is raised.
+        """Yield the results in task order, and raise the error of the first task that failed.
 
-        The next task is read when fewer than `room()` tasks are in progress.
+        Read the next task when fewer than `room()` tasks are in progress.
         """
         pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
         try:
             for task in tasks:
                 pending.append(self._pool.submit(function, self._job, task))
-                # A task may hold a whole unit of text, so at most two tasks per worker are in memory.
+                # A task may hold a whole unit of text, so keep at most two tasks per worker in memory.
                 while pending and len(pending) >= min(2 * self._job.workers, room()):
                     yield pending.popleft().result()
             while pending:
@@ -101,8 +101,8 @@ class Workers(contextlib.AbstractContextManager):
 
 
 def _start_worker() -> None:
-    # Ctrl-C and a closed terminal signal the whole process group. Only the parent reacts, so that workers finish their
-    # current tasks.
+    # Ctrl-C and a closed terminal signal the whole process group. Workers ignore the signal and finish their current
+    # task; only the parent reacts.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Without this thread, workers would wait forever after their parent was killed.

@@ -1,1 +1,1 @@
-"""The suite `attention`: statistics and pictures of attention weights."""
+"""The suite `attention`: statistics and charts of attention weights."""

@@ -1,4 +1,4 @@
-"""Charts of suite `attention`, among them Table 3 and Figure 1 of the Differential Transformer paper."""
+"""Charts of the suite `attention`, including Table 3 and Figure 1 of the Differential Transformer paper."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,11 +9,11 @@ from difftx.evals.needle.prompts import NeedlePrompt
 from difftx.evals.result import Heatmap, LineChart, Series
 
 LABELS = {"answer": "answer", "others": "other needles", "noise": "noise", "question": "question", FIRST: "position 0"}
-MAX_CHARACTERS = 24  # Maximum number of characters of prompt text in an axis label of an attention map.
+MAX_CHARACTERS = 24  # Maximum length of prompt text in an axis label.
 
 
 def part_table(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> Heatmap:
-    """Return Table 3 of the paper: the share of attention that each part of the prompt gets, by depth."""
+    """Return Table 3 of the paper: the share of attention on each part of the prompt, by depth."""
     return Heatmap(
         name="attention_parts",
         title="Attention of the last token by depth (Table 3), |A| normalised to 1",
@@ -33,8 +33,8 @@ def example_charts(
 ) -> list[LineChart | Heatmap]:
     """Return a chart of the last token's attention over the prompt (Figure 1 of the paper), and attention maps.
 
-    `maps` has the keys of `row_pictures`, and arrays `[queries, bins]` for the prompt's last tokens as queries. Each
-    bin sums `tokens_per_bin` tokens.
+    `maps` has the keys of `row_pictures`. Its arrays `[queries, bins]` have the prompt's last tokens as queries, and
+    one bin per `tokens_per_bin` tokens.
     """
     names, tokens = _map_names("a1" in maps), prompt.tokens
     by_bin = f", sums of {tokens_per_bin} tokens" if tokens_per_bin > 1 else ""
@@ -44,7 +44,7 @@ def example_charts(
         text = text_of(tokens[start:stop])[:MAX_CHARACTERS]
         return f"{start}{f' … {stop - 1}' if stop > start + 1 else ''} {text!r}"
 
-    # A1 − λ A2 may be negative, so the chart shows its magnitudes, normalised to 1.
+    # A1 − λ A2 may be negative, so draw its magnitudes, normalised to 1.
     rows = {title: maps["share" if name == "map" else name][-1] for name, title in names.items()}
     top = max(float(np.max(row_N)) for row_N in rows.values())
     lines = [Series(name=title, x=[float(i) for i in starts], y=row_N.tolist()) for title, row_N in rows.items()]
@@ -77,7 +77,7 @@ def example_charts(
 
 
 def layer_charts(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[LineChart]:
-    """Return a chart for each measure, with the layer as its x-axis."""
+    """Return a chart for each measure, with the layer on the x-axis."""
     is_pair = "lambda" in by_layer
     names = _map_names(is_pair)
 

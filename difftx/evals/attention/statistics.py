@@ -1,4 +1,4 @@
-"""The measures of suite `attention`, computed on the device from single queries' attention weights (docs/suites.md)."""
+"""The measures of the suite `attention`, computed on the device from the weights of one query (docs/suites.md)."""
 # Axes of arrays: B = prompts, C = queries, H = heads, G = 2 groups (A1, A2), S = tokens, N = bins of tokens
 
 import jax
@@ -6,21 +6,21 @@ import jax.numpy as jnp
 
 from difftx.kernels.rows import AttentionRows
 
-# Parts of a prompt; `part_BS` contains indices into this tuple. Sums over a part exclude position 0.
+# Parts of a prompt. `part_BS` has indices into this tuple. Sums over a part exclude position 0.
 PARTS = ("answer", "others", "noise", "question")
-FIRST = "first"  # Name of position 0 in the results.
-UNSEEN = -1  # Entry of `part_BS` for a token that the query does not see.
-GROUPS = ("a1", "a2")  # Names of A1 and A2 in the results.
+FIRST = "first"  # Name of position 0 in results.
+UNSEEN = -1  # Marks a token in `part_BS` that the query cannot see.
+GROUPS = ("a1", "a2")  # Names of A1 and A2 in results.
 
 
 def row_statistics(
     rows: AttentionRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]
 ) -> dict[str, jax.Array]:
-    """Return, by name, measures of one query's attention weights per prompt, as means over heads, float32 `[B]`.
+    """Return measures of one query's attention weights per prompt, averaged over heads: name → float32 `[B]`.
 
-    Measures of A1, A2 and λ exist only if the weights are A1 - λ A2. `part_BS` holds indices into `PARTS`, or UNSEEN.
-    The measure `l0` counts weights above `l0_share` of the sum of magnitudes. A1 and A2 are compared within each of the
-    parts `compared`, all of which every prompt must contain.
+    `part_BS` has indices into `PARTS`, or UNSEEN. The measure `l0` counts the weights above `l0_share` of the sum of
+    magnitudes. If the weights are A1 - λ A2, there are also measures of A1, A2 and λ. A1 and A2 are compared within
+    each part in `compared`, and every prompt must have all of these parts.
     """
     is_first_1S = jnp.arange(part_BS.shape[1])[None] == 0
     in_part = {name: part_BS == number for number, name in enumerate(PARTS)}
@@ -47,7 +47,7 @@ def row_statistics(
 
 
 def row_pictures(rows: AttentionRows, *, tokens_per_bin: int) -> dict[str, jax.Array]:
-    """Return, by name, the attention weights to draw: means over heads, summed over bins, float32 `[B, C, N]`."""
+    """Return the attention weights to draw, averaged over heads and summed over bins: name → float32 `[B, C, N]`."""
     weights = {"share": _share(rows.weights_BCHS), "map": rows.weights_BCHS}
     if rows.lam_BCH is not None:
         softmax_BCHGS = jax.nn.softmax(rows.logits_BCHGS, axis=-1)
@@ -73,8 +73,8 @@ def _sum(x_BHS: jax.Array, where_BS: jax.Array) -> jax.Array:
 
 def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str, jax.Array]:
     n_B1 = jnp.sum(seen_BS, axis=1, dtype=jnp.float32)[:, None]
-    # Gini: Σ_i (2 i - n - 1) w_(i) / n, with w ascending and i from 1. Unseen tokens have weight zero, so they sort
-    # first and contribute nothing.
+    # Gini: Σ_i (2 i - n - 1) w_(i) / n, with w sorted in ascending order and i from 1. Unseen tokens have weight 0, so
+    # they come first and add nothing.
     rank_BS = jnp.arange(1, w_BHS.shape[-1] + 1)[None] - (w_BHS.shape[-1] - n_B1)
     gini_BH = jnp.sum((2 * rank_BS - n_B1 - 1)[:, None] * jnp.sort(w_BHS, axis=-1), axis=-1) / n_B1
     entropy_BH = -jnp.sum(jax.scipy.special.xlogy(w_BHS, w_BHS), axis=-1)
@@ -82,7 +82,7 @@ def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str
 
 
 def _similarity(logits_BHGS: jax.Array, inside_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Normalise A1 and A2 over the tokens in `inside_BS`, and return their cosine and KL(A1 ‖ A2), `[B, H]` each."""
+    """Normalise A1 and A2 over the tokens in `inside_BS`. Return their cosine and KL(A1 ‖ A2), each `[B, H]`."""
     log_p_BHGS = jax.nn.log_softmax(jnp.where(inside_BS[:, None, None], logits_BHGS, -jnp.inf), axis=-1)
     p1_BHS, p2_BHS = jnp.exp(log_p_BHGS[:, :, 0]), jnp.exp(log_p_BHGS[:, :, 1])
     norms_BH = jnp.sqrt(jnp.sum(p1_BHS**2, axis=-1) * jnp.sum(p2_BHS**2, axis=-1))

@@ -26,9 +26,9 @@ from difftx.parallel.layout import Layout
 from difftx.training.run import Run
 from difftx.training.state import graph
 
-MAX_BINS = 256  # Maximum number of columns of an attention map. Each column of a longer prompt sums several tokens.
-# The measures of `row_statistics` that become `Result.numbers`, each with its unit, better direction and label. Details
-# and charts contain the remaining measures.
+MAX_BINS = 256  # Maximum number of columns in an attention map. For a longer prompt, each column sums several tokens.
+# Measures of `row_statistics` that become `Result.numbers`, with unit, better direction and label. All other measures
+# only appear in details and charts.
 NUMBERS: dict[str, tuple[str, Better, str]] = {
     "answer": ("share", "higher", "weight on the answer"),
     "others": ("share", None, "weight on the other needles"),
@@ -59,8 +59,8 @@ class RetrievalPrompts:
     """Validation examples of the task `retrieval` as needle prompts, with the same number of examples at each depth.
 
     An example consists of pairs and distractors in random order, and ends with the key of the queried pair. The pairs
-    are the needles. The relative position of the queried pair, rounded to the nearest of `depths`, is the example's
-    depth. `NeedleItem.sample` is the index of the example.
+    are the needles. The example's depth is the relative position of the queried pair, rounded to the nearest of
+    `depths`. `NeedleItem.sample` is the index of the example.
     """
 
     def __init__(self, run: Run, rows: SyntheticRows):
@@ -100,7 +100,7 @@ class RetrievalPrompts:
 
     @staticmethod
     def text_of(tokens: list[int]) -> str:
-        """Return the token ids as text, since the tokens of a synthetic task have no text."""
+        """Return the token ids as text, because the tokens of a synthetic task have no text."""
         return " ".join(map(str, tokens))
 
     def _example(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -113,10 +113,10 @@ def evaluate(evaluation: Evaluation) -> Result:
     prompts, layers = prompts_of(run), chosen_layers(run)
     case, rows = prompts.items[0].case, decode.rows_for(run.microbatch_rows, run.mesh)
     example = prompts.prompt(prompts.items[len(prompts.depths) // 2 * settings.samples])
-    # All prompts have as many tokens of a part, of which position 0 may be one.
+    # All prompts have as many tokens of a part as this one. Position 0 may be one of them, so require at least two.
     tokens_of = np.bincount(_parts(example), minlength=len(PARTS))
     compared = tuple(part for part in ("answer", "noise", "others") if tokens_of[PARTS.index(part)] > 1)
-    # This layout does not shard tokens, so that prompts may have any length.
+    # This layout does not shard tokens, so prompts may have any length.
     graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).for_inference())
 
     def measure(items: Sequence[NeedleItem]) -> list[dict[str, list[float]]]:
@@ -126,7 +126,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         return [{name: value_LB[:, row].tolist() for name, value_LB in measures.items()} for row in range(len(items))]
 
     by_prompt = [values for _, values in evaluation.answers(prompts.items, measure, what="prompts", batch_items=rows)]
-    # Each depth has `settings.samples` adjacent items, so a mean over depths equals the mean over all items.
+    # Each depth has `settings.samples` adjacent items. The mean over depths is also the mean over all items.
     shape = len(prompts.depths), settings.samples, run.config.model.num_layers
     means = {name: np.reshape([values[name] for values in by_prompt], shape).mean(axis=1) for name in by_prompt[0]}
     by_layer = {name: np.mean(mean_DL, axis=0) for name, mean_DL in means.items()}
@@ -135,12 +135,12 @@ def evaluate(evaluation: Evaluation) -> Result:
     bins, queries = -(-len(example.tokens) // tokens_per_bin), min(settings.shown_queries, len(example.tokens))
     batch = _batch(evaluation, [example], decode.rows_for(1, run.mesh), queries)
     pictures = _draw_rows(graphdef, evaluation.params, batch, tokens_per_bin=tokens_per_bin)
-    # Means over layers of the weights of the example's last tokens, `[C, N]` each.
+    # Weights of the example's last tokens, averaged over layers, each `[C, N]`.
     maps: dict[str, np.ndarray] = {
         name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in pictures.items()
     }
-    # A reader that attends to all tokens evenly gives each part the weight of its share of the tokens. That of other
-    # prompts differs by a few tokens at most, because only the words of their needles differ.
+    # Weight of each part for a model that attends evenly to all tokens. The lengths of other prompts differ by at most
+    # a few tokens, because only the words of their needles differ.
     shares = {part: tokens_of[number] / len(example.tokens) for number, part in enumerate(PARTS)}
     return Result(
         numbers={
@@ -173,9 +173,9 @@ def evaluate(evaluation: Evaluation) -> Result:
 def prompts_of(run: Run) -> NeedlePrompts | RetrievalPrompts:
     """Return needle prompts with the length and the numbers of needles and queries in `eval.attention`.
 
-    If all validation sets are synthetic, one of them is the task `retrieval`, and `eval.needle.haystack` is None, the
-    prompts are examples of that task instead. Raise `UserError` if a window of the model is shorter than the prompts,
-    which do not include the answers, or if the model rounds attention logits.
+    Return examples of the task `retrieval` instead if it is a validation set, all validation sets are synthetic, and
+    `eval.needle.haystack` is None. Raise `UserError` if the prompts (without answers) are longer than a window of the
+    model, or if the model rounds attention logits.
     """
     require_plain_logits(run, "attention")
     chosen_layers(run)
@@ -201,7 +201,7 @@ def prompts_of(run: Run) -> NeedlePrompts | RetrievalPrompts:
 
 
 def chosen_layers(run: Run) -> list[int]:
-    """Return the 0-based indices of `eval.attention.layers`, by default of all layers, or raise `UserError`."""
+    """Return the 0-based indices of `eval.attention.layers` (by default all). Raise `UserError` if one is too large."""
     layers, count = run.config.eval.attention.layers, run.config.model.num_layers
     if layers and max(layers) > count:
         raise UserError(f"eval.attention.layers={layers}: the model has {count} layers; use 1 … {count}")
@@ -209,7 +209,7 @@ def chosen_layers(run: Run) -> list[int]:
 
 
 class _Batch(NamedTuple):
-    """Prompts on the mesh, int32, padded to the longest prompt. Rows without a prompt consist of UNSEEN tokens."""
+    """Prompts on the mesh, int32, padded to the longest one. Rows without a prompt only have UNSEEN tokens."""
 
     tokens_BT: jax.Array
     part_BT: jax.Array  # Indices into PARTS, or UNSEEN.
@@ -228,7 +228,7 @@ def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, q
 
 
 def _parts(prompt: NeedlePrompt) -> np.ndarray:
-    """Return the index into PARTS of each token of a prompt."""
+    """Return the index into PARTS of each token."""
     part_T = np.full(len(prompt.tokens), PARTS.index("noise"))
     for name, spans in (("answer", prompt.asked), ("others", prompt.others), ("question", [prompt.question])):
         for start, stop in spans:
@@ -240,15 +240,15 @@ def _parts(prompt: NeedlePrompt) -> np.ndarray:
 def _measure_rows(
     graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, l0_share: float, compared: tuple[str, ...]
 ) -> Mapping[str, jax.Array]:
-    """Return the measures of `row_statistics` in every layer, `[L, B]` each."""
+    """Return the measures of `row_statistics` in every layer, each `[L, B]`."""
     visit = functools.partial(row_statistics, part_BS=batch.part_BT, l0_share=l0_share, compared=compared)
     measures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
-    return reshard(measures, P())  # Replicate it, so that each host can read all of it.
+    return reshard(measures, P())  # Replicate, so that each host can read all of it.
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "tokens_per_bin"))
 def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_per_bin: int) -> Mapping[str, jax.Array]:
-    """Return the arrays of `row_pictures` in every layer, `[L, B, C, N]` each."""
+    """Return the arrays of `row_pictures` in every layer, each `[L, B, C, N]`."""
     visit = functools.partial(row_pictures, tokens_per_bin=tokens_per_bin)
     pictures = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
     return reshard(pictures, P())

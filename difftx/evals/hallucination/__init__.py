@@ -1,1 +1,1 @@
-"""The suite `hallucination`: accuracy of summaries and answers, as a judge decides."""
+"""The suite `hallucination`: accuracy of summaries and answers, decided by a judge."""

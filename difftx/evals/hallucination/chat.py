@@ -1,4 +1,4 @@
-"""A client of OpenAI's chat completions API, with retries, and error messages that hide the key."""
+"""A client for OpenAI's chat completions API, with retries. Its error messages hide the key."""
 
 import asyncio
 import itertools
@@ -17,23 +17,23 @@ from difftx.config.eval import JudgeConfig
 from difftx.errors import RunError, UserError
 from difftx.json_files import schema_error
 
-MAX_RESPONSE_BYTES = 8 * 2**20  # Maximum size of a response. A chat completion takes some KiB.
-RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes that are retried. All codes from 500 on are retried too.
+MAX_RESPONSE_BYTES = 8 * 2**20  # A chat completion takes some KiB.
+RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes to retry, in addition to all from 500 on.
 BACKOFF_SECONDS = 1.0  # Pause after the first failed attempt. It doubles after each further one.
 LONGEST_PAUSE_SECONDS = 120.0
-MAX_REASON_CHARACTERS = 200  # Maximum number of characters of an endpoint's text that a message quotes.
+MAX_REASON_CHARACTERS = 200  # Maximum length of an endpoint's text in a message.
 MAX_EXAMINED_CHARACTERS = 4096  # An endpoint's text is truncated to this length before the key is masked.
 KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Only environment variables with such names may be sent to an endpoint.
-SHORTEST_PART = 6  # Parts of the key of at least this length are masked. Shorter ones, such as "sk-", are harmless.
-LOOPBACK = ("localhost", "127.0.0.1", "::1")  # Hosts within this machine.
+SHORTEST_PART = 6  # Mask parts of the key from this length on. Shorter ones, such as "sk-", are harmless.
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # Names of this machine.
 
 
 class AttemptError(Exception):
-    """Raised with a reason, and the seconds that the endpoint asks to wait, if a request may succeed later."""
+    """A request failed but may succeed later. The arguments are the reason, and how many seconds to wait."""
 
 
 class ChatEndpoint:
-    """A chat endpoint that any number of threads may use. Failed requests are repeated."""
+    """A chat endpoint. Any number of threads may use it. Failed requests are repeated."""
 
     def __init__(self, config: JudgeConfig):
         """Read the key from the environment. Raise `UserError` if it is invalid or would be sent unencrypted."""
@@ -47,14 +47,14 @@ class ChatEndpoint:
                 "(localhost); use https, or eval.judge.key_variable=none for an endpoint that needs no key"
             )
         self._is_local = is_local
-        self._tls = httpx2.create_ssl_context()  # Reads the certificates, which takes 0.1 s.
-        self.stopped = threading.Event()  # If set, threads that would send another request raise `CancelledError`.
+        self._tls = httpx2.create_ssl_context()  # Do this once, because reading the certificates takes 0.1 s.
+        self.stopped = threading.Event()  # If set, a thread that would send another request raises `CancelledError`.
 
     def ask[T](self, body: dict[str, Any], read: Callable[[str, int, int], T]) -> T:
-        """Send a request and return `read(text, tokens_in, tokens_out)`, where 0 tokens mean an unknown number.
+        """Send a request and return `read(text, tokens_in, tokens_out)`. 0 tokens mean an unknown number.
 
-        If `read` raises an `AttemptError`, repeat the request. `UserError` (the endpoint refuses the key or the
-        request) and `RunError` (all attempts failed) also stop all other threads.
+        If `read` raises an `AttemptError`, repeat the request. If the endpoint refuses the key or the request, raise
+        `UserError`, and if all attempts failed, raise `RunError`. Both also stop all other threads.
         """
         reason, pause = "", 0.0
         try:
@@ -75,7 +75,7 @@ class ChatEndpoint:
             raise
 
     def masked(self, text: str) -> str:
-        """Return a text with the key and long parts of it masked, since a server may repeat the key in its answer."""
+        """Mask the key and long parts of it in a text, because a server may repeat the key in its reply."""
         key = self._key or ""
         size = min(SHORTEST_PART, len(key))
         starts = (at for at in range(len(text) - size + 1) if text[at : at + size] in key)
@@ -84,11 +84,11 @@ class ChatEndpoint:
         return "".join("(key)" if is_hidden else "".join(letter for _, letter in part) for is_hidden, part in parts)
 
     def brief(self, text: str) -> str:
-        """Return the beginning of a text for a message, with the key masked."""
+        """Return the start of a text for a message, with the key masked."""
         return " ".join(self.masked(text[:MAX_EXAMINED_CHARACTERS]).split())[:MAX_REASON_CHARACTERS]
 
     def _reply(self, body: dict[str, Any]) -> tuple[str, int, int]:
-        """Send a request once. Raise `AttemptError` if another attempt may succeed, else `UserError`."""
+        """Send a request once. Raise `AttemptError` if another attempt may succeed, and `UserError` if not."""
         response, content = asyncio.run(self._post(body))
         try:
             reply = json.loads(content)
@@ -116,12 +116,12 @@ class ChatEndpoint:
         return reply["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"]
 
     async def _post(self, body: dict[str, Any]) -> tuple[httpx2.Response, bytes]:
-        """Return the response and its content, or raise `AttemptError` if it is incomplete in time or too large."""
-        # Refuse compression: a small compressed response could expand to any size.
+        """Return the response and its content. Raise `AttemptError` if it is too large or not complete in time."""
+        # Refuse compression, because a small compressed response could expand to any size.
         headers = {"Accept-Encoding": "identity"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
+        # Ignore proxy settings for http on this machine, because a proxy would receive the key unencrypted.
         options = {"trust_env": not self._is_local, "verify": self._tls, "timeout": None}
         client = httpx2.AsyncClient(headers=headers, **options)
         content, seconds = b"", self._config.timeout_seconds

@@ -1,7 +1,7 @@
-"""Judges, which decide whether answers are accurate: one that compares words, and one that asks a language model.
+"""Judges decide whether answers are accurate: one compares words, and the other asks a language model.
 
-The judge model follows the protocol of arXiv 2407.07071, as the Differential Transformer paper does in §3.6. It gets
-the document, the references and the answer. Its prompts were written for difftx.
+The language model follows the protocol of arXiv 2407.07071, as in §3.6 of the Differential Transformer paper. It
+receives the document, the references and the answer. Its prompts were written for difftx.
 """
 
 import collections
@@ -63,28 +63,28 @@ class Case(NamedTuple):
     """An answer to judge, with its document, question and references."""
 
     kind: str  # An entry of `difftx.config.eval.KINDS`.
-    document: str  # The part of the document that the prompt contained.
+    document: str  # The part of the document in the prompt.
     question: str | None  # None for summarisation.
     references: tuple[str, ...]  # Reference answers.
     answer: str
 
 
 class Verdict(NamedTuple):
-    """A judge's decision about an answer, with the reason."""
+    """A judge's decision on an answer, with the reason."""
 
     accurate: bool
     why: str
 
 
 class OfflineJudge:
-    """A judge that compares words, and recognises neither paraphrases nor contradictions.
+    """A judge that compares words. It recognises neither paraphrases nor contradictions.
 
-    An answer to a question is right if it contains the words of a reference, in order and without gaps. A summary is
-    right if at least a share `eval.hallucination.support_threshold` of its runs of `support_words` consecutive words
-    occur in the document or in a reference.
+    An answer to a question is accurate if it contains the words of a reference, consecutively. A summary is accurate if
+    at least `eval.hallucination.support_threshold` of its runs of `support_words` consecutive words occur in the
+    document or a reference.
     """
 
-    label, name = "offline_judge", "offline judge: words in common"  # `JudgeModel.__init__` explains both.
+    label, name = "offline_judge", "offline judge: words in common"  # For both, see `JudgeModel.__init__`.
 
     def __init__(self, settings: HallucinationConfig):
         self._words, self._threshold = settings.support_words, settings.support_threshold
@@ -104,17 +104,17 @@ class OfflineJudge:
 
 
 class JudgeModel:
-    """A judge model at a chat endpoint.
+    """A language model at a chat endpoint as a judge.
 
-    A file stores each reply with the hash of its request and the endpoint, so that no verdict is paid for twice.
+    A file stores each reply with its endpoint and the hash of its request, so that no verdict is paid for twice.
     """
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
         assert settings.judge_model is not None
         self._model, self._temperature = settings.judge_model, settings.judge_temperature
         self._concurrency = config.concurrency
-        self._base_url = config.base_url.rstrip("/")  # With and without a slash, it is the same endpoint.
-        # `label` ends the names of the numbers that depend on the judge. Tables and charts show `name`.
+        self._base_url = config.base_url.rstrip("/")  # The address is the same with and without a final slash.
+        # `label` ends the names of numbers that depend on the judge. Tables and charts show `name`.
         self.label = "judge_" + re.sub(r"[^a-z0-9]+", "_", self._model.lower()).strip("_")
         self.name = f"judge: {self._model}"
         self._endpoint, self._file = ChatEndpoint(config), JsonLines(path)
@@ -122,7 +122,7 @@ class JudgeModel:
         self._spent = collections.Counter(replies=0, tokens_in=0, tokens_out=0)
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Return the verdicts. Cases without a verdict of this endpoint in the file are sent to it concurrently."""
+        """Return the verdicts. Send the cases without a stored verdict to the endpoint, concurrently."""
         bodies = [self._body(case) for case in cases]
         keys = [json_sha256(body) for body in bodies]
         stored = self._file.read({"key": str, "base_url": str, "accurate": bool, "why": str})
@@ -142,7 +142,7 @@ class JudgeModel:
         return {"model": self._model, "base_url": self._base_url, **self._spent}
 
     def _body(self, case: Case) -> dict[str, Any]:
-        # A single `format` call, since the inserted texts may contain braces.
+        # Use a single `format` call, because the inserted texts may contain braces.
         question = QUESTIONS[case.kind].format(
             document=case.document,
             question=case.question,
@@ -161,11 +161,11 @@ class JudgeModel:
             futures = {pool.submit(self._ask, key, body): key for key, body in left.items()}
             try:
                 for future in concurrent.futures.as_completed(futures):
-                    # A CancelledError follows from another request's error, which the loop raises instead.
+                    # A CancelledError follows from another request's error. That error is raised instead.
                     if not isinstance(future.exception(), concurrent.futures.CancelledError):
                         found[futures[future]] = future.result()
                         advance(1)
-            except BaseException:  # Also Ctrl-C. Leaving `pool` awaits requests in flight, as their replies are billed.
+            except BaseException:  # Also Ctrl-C. `pool` then waits for requests in flight: replies are billed.
                 self._endpoint.stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -188,7 +188,7 @@ class JudgeModel:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the last verdict in a reply, which may contain other text, or None if there is none."""
+    """Return the last verdict in a reply, which may contain other text. Return None if there is no verdict."""
     decoder = json.JSONDecoder()
     for start in reversed([match.start() for match in re.finditer("{", text)]):
         try:

@@ -7,21 +7,21 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 ARTICLES = {"a", "an", "the"}
-MAX_ABSTENTION_WORDS = 20  # Maximum number of words of an abstention.
+MAX_ABSTENTION_WORDS = 20  # Longer answers are not abstentions.
 ABSTAINING = re.compile(  # Matches the output of `words`, which has no articles, and "don t" for "don't".
     r"\b(unanswerable|no (answer|information)|(insufficient|not enough) information|"
     r"not (mentioned|stated|given|specified|provided|known|sure|clear|answerable|in document)|"
     r"(do not|don t|does not|doesn t|did not|didn t|could not|couldn t|can not|cannot|can t) "
     r"(know|say|answer|tell|determine|find|be (known|answered|determined|inferred|found)))\b"
 )
-# These must be the whole answer. `words` reduces "N/A" to "n".
+# Abstentions that must be the whole answer. `words` reduces "N/A" to "n".
 ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}
 
 
 def words(text: str) -> list[str]:
     """Return a text's words as SQuAD compares them: in lower case, without punctuation and articles.
 
-    A text that has only articles keeps them. Commas within numbers are removed: 1,200 becomes 1200.
+    A text with only articles keeps them. Commas inside numbers are removed: 1,200 becomes 1200.
     """
     plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", unicodedata.normalize("NFKC", text).casefold())
     found = re.findall(r"\w+", plain)
@@ -36,7 +36,7 @@ def is_abstention(answer: str) -> bool:
 
 
 def contains(answer: str, reference: str) -> bool:
-    """Return whether an answer contains a reference's words consecutively. "yes" and "no" must be its first word."""
+    """Return whether an answer contains a reference's words consecutively. "yes" or "no" must be its first word."""
     has, wanted = words(answer), words(reference)
     if is_yes_or_no(reference):
         return has[:1] == wanted
@@ -49,7 +49,7 @@ def is_yes_or_no(reference: str) -> bool:
 
 
 def support(answer: str, sources: Sequence[str], length: int) -> float:
-    """Return the share of an answer's runs of `length` consecutive words that occur in one of the sources."""
+    """Return the share of an answer's runs of `length` consecutive words that occur in a source."""
     has = words(answer)
     length = min(length, len(has))
     if not length:
@@ -60,7 +60,7 @@ def support(answer: str, sources: Sequence[str], length: int) -> float:
 
 
 def recall(answer: str, reference: str) -> float:
-    """Return the share of a reference's words that the answer contains. Repeated words must be repeated there too."""
+    """Return the share of a reference's words that the answer contains. Repeated words count as often as they occur."""
     return _common(words(answer), words(reference)) / max(len(words(reference)), 1)
 
 
@@ -83,7 +83,7 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    row = [0] * (len(second) + 1)  # row[i] is the length for the words visited so far and `second[:i]`.
+    row = [0] * (len(second) + 1)  # row[i] is the length for the words so far and `second[:i]`.
     for word in first:
         diagonal = 0
         for i, other in enumerate(second, start=1):

@@ -28,13 +28,13 @@ type Entry = dict[str, Any]  # An item's answer and verdict, as JSON.
 
 
 class Form(NamedTuple):
-    """The prompts of a kind of sets, and LongBench's measure of an answer's agreement with a reference."""
+    """The prompts for one kind of set, and LongBench's measure of agreement between answer and reference."""
 
     before: str  # Prompt up to the document.
     after: str  # Rest of the prompt.
     stop: str  # String that ends an answer.
     agreement: str  # Name of the measure in the numbers.
-    label: str  # Name of the measure in the tables.
+    label: str  # Name of the measure in tables.
     agreement_of: Callable[[str, str], float]
 
 
@@ -56,16 +56,16 @@ FORMS = {
         overlap.f1,
     ),
 }
-MIN_DOCUMENT_TOKENS = 16  # Minimum number of tokens of the document for which a prompt must have room.
+MIN_DOCUMENT_TOKENS = 16  # A prompt must have room for this many tokens of the document.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HallucinationItem:
     """A document, its question and reference answers, and the prompt made from them."""
 
-    id: str  # Name of the set and index of the record.
+    id: str  # Name of the set, and index of the record.
     name: str  # File and line number, for error messages.
-    document: str  # The part of the document that the prompt contains.
+    document: str  # The part of the document in the prompt.
     question: str | None  # None for summarisation.
     references: tuple[str, ...]  # Reference answers.
     tokens: tuple[int, ...] = ()  # Token ids of the prompt.
@@ -73,10 +73,10 @@ class HallucinationItem:
 
 
 class HallucinationSet:
-    """Samples of a file. The same file, settings and tokenizer always give the same samples."""
+    """Samples from a file. The same file, settings and tokenizer always give the same samples."""
 
     def __init__(self, run: Run, config: HallucinationSetConfig):
-        """Read the file. Raise `UserError` if it is invalid, or if a prompt does not fit the model's context."""
+        """Read the file. Raise `UserError` if it is invalid, or if a prompt does not fit into the model's context."""
         self.name, self.kind, self.new_tokens = config.name, config.kind, config.new_tokens
         self._config = config
         self._tokenizer = run.tokenizer
@@ -86,7 +86,7 @@ class HallucinationSet:
         samples = [self._sample(f"{self.name}/{number}", record) for number, record in enumerate(records)]
         chosen = np.random.default_rng(settings.seed).permutation(len(samples))[: settings.samples]
         items = [self._with_prompt(samples[number]) for number in sorted(chosen.tolist())]
-        # Items of similar length share a batch, since a batch takes as long as its longest row.
+        # Batch items of similar length, because a batch takes as long as its longest row.
         self.items = sorted(items, key=lambda item: len(item.tokens))
 
     def _sample(self, name: str, record: Record) -> HallucinationItem:
@@ -122,8 +122,8 @@ class HallucinationSet:
 def evaluate(evaluation: Evaluation) -> Result:
     """Generate answers greedily. A judge decides whether each is accurate and free of hallucinations.
 
-    `accuracy_when_answered_by_<judge>` counts only answers that are neither empty nor abstentions. `answer_rate`,
-    `abstention_rate` and `empty_rate` sum to 1. Numbers named after a kind are means over the sets of that kind.
+    `accuracy_when_answered_by_<judge>` only counts answers that are neither empty nor abstentions. `answer_rate`,
+    `abstention_rate` and `empty_rate` add up to 1. Numbers named after a kind are means over the sets of that kind.
     """
     sets, judge = sets_and_judge(evaluation.run)
     entries = {data_set.name: _entries(evaluation, judge, data_set) for data_set in sets}
@@ -150,7 +150,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
-    """Return the sets and the judge of the config, or raise `UserError` if there is no set or one cannot be used."""
+    """Return the sets and the judge in the config. Raise `UserError` if there is no set, or one is invalid."""
     settings, judge = run.config.eval.hallucination, run.config.eval.judge
     if not settings.sets:
         raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
@@ -162,7 +162,7 @@ def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
 
 
 def _entries(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet) -> dict[str, Entry]:
-    """Return answers with verdicts by item. Empty answers count as inaccurate and are not sent to the judge."""
+    """Return the answer and verdict of each item, by id. Empty answers are inaccurate, and not sent to the judge."""
 
     def request_of(item: HallucinationItem) -> Request:
         return Request(prompt=item.tokens, new_tokens=data_set.new_tokens, seed=0)
@@ -204,7 +204,7 @@ def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) ->
         "recall": max(overlap.recall(answer, reference) for reference in item.references),
         "documents_cut": item.cut,
     }
-    # The paper requires documents that contain the answer, which cannot be checked if the answer is yes or no.
+    # The paper requires that documents contain the answer. This cannot be checked for "yes" and "no".
     if kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references)):
         measures["reference_in_document"] = any(overlap.contains(item.document, text) for text in item.references)
     return measures
@@ -222,7 +222,7 @@ def _number(measure: str, value: float) -> Number:
 
 
 def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
-    """Return Table 4 of the paper for the sets of one kind, with rates of answers and agreement with references."""
+    """Return Table 4 of the paper for the sets of one kind, plus answer rates and agreement with references."""
     rows = {
         f"accuracy_by_{judge.label}": "accuracy",
         f"accuracy_when_answered_by_{judge.label}": "accuracy when answered",

@@ -1,14 +1,14 @@
-"""Data of lm-eval's tasks from local files of JSON lines. The YAML files in tasks/ load it with the function `splits`.
+"""Data for lm-eval's tasks from local JSON-lines files. The YAML files in tasks/ load it with the function `splits`.
 
-The fields of a row are:
+A row has these fields:
 
     query, choices, gold                     the prompt, the answers, the index of the right answer
     context_options, continuation, gold      winogrande: the contexts, the continuation, the index of the right context
 
-Questions come from the file <task>_val for boolq, hellaswag, piqa and winogrande, and from <task>_test for the other
-tasks. Examples for few-shot prompts come from <task>_train. A query is the prompt that lm-eval's task of the same name
-makes from the data on the Hugging Face hub. In a boolq query, "Passage: " at the start and "Answer:" at the end are
-optional. Rows that do not match `FORMS` are refused, since their scores would not be comparable.
+Questions are read from the file <task>_val for boolq, hellaswag, piqa and winogrande, and from <task>_test for all
+other tasks. Few-shot examples are read from <task>_train. A query is the prompt that lm-eval's task of the same name
+makes from the Hugging Face data set. In a boolq query, "Passage: " at the start and "Answer:" at the end are optional.
+Rows that do not match `FORMS` are refused, because their scores would not be comparable.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ FORMS = {
 def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test: str, **_: Any) -> dict[str, Any]:
     """Return a task's data for lm-eval, one `datasets.Dataset` per split. "train" is empty if `num_fewshot` is 0.
 
-    Otherwise "train" needs more than `num_fewshot` examples, since lm-eval may draw the question itself. `list_field`
-    is the field that holds one text per answer, and `test` is the name of the questions' split.
+    If not, "train" needs more than `num_fewshot` examples, because lm-eval may draw the question itself. `list_field`
+    is the field with one text per answer. `test` is the name of the split with the questions.
     """
     text_field = "continuation" if list_field == "context_options" else "query"
     examine = functools.partial(_question, form=FORMS[task], text_field=text_field, list_field=list_field)

@@ -1,4 +1,4 @@
-"""The model with lm-eval's interface. Only suite `harness` imports this module, since lm-eval is optional."""
+"""The model with lm-eval's interface. Only the suite `harness` imports this module, because lm-eval is optional."""
 
 import collections
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top
 
 
 class HarnessModel(TemplateLM):
-    """An lm-eval model. Each process runs lm-eval on its own, with the same requests and answers as the others."""
+    """An lm-eval model. Each process runs lm-eval by itself, with the same requests and answers in all processes."""
 
     def __init__(self, evaluation: Evaluation):
         super().__init__()
-        self.truncated = 0  # Number of requests that were truncated on the left.
+        self.truncated = 0  # Number of requests truncated on the left.
         self._evaluation = evaluation
         self._settings = evaluation.run.config.eval.harness
         self._context_length = evaluation.lm.context_length
@@ -35,13 +35,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that lm-eval uses as the context of a text that has none."""
+        """The token that lm-eval uses as context for a text without one."""
         return (self.eot_token_id, *self._evaluation.lm.tokenizer.prefix)[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text. Names of special tokens are encoded as ordinary text.
 
-        By default, as in lm-eval's models of Hugging Face, the tokens that precede each text are in front.
+        By default, add the tokens that precede each text, as lm-eval's Hugging Face models do.
         """
         tokenizer = self._evaluation.lm.tokenizer
         return tokenizer.encode_ordinary(string) if add_special_tokens is False else tokenizer.encode_prompt(string)
@@ -55,7 +55,7 @@ class HarnessModel(TemplateLM):
         return score_all(self._evaluation, pairs, what="answers to choose from")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return log p of each text and, as lm-eval does, of the ids in front of it. Windows score each token once."""
+        """Return log p of each text and, as in lm-eval, of the ids before it. Windows score each token once."""
         windows = []
         for request in requests:
             text = self.tok_encode(request.args[0])
@@ -65,7 +65,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return the model's completion of each context, up to the first of the task's stop strings."""
+        """Return the model's completion of each context, up to the first stop string of the task."""
         repeats: collections.Counter[tuple[str, str]] = collections.Counter()
         found = []
         for request in requests:
@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
         return complete_all(self._evaluation, found, what="texts to write")
 
     def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
-        """Return a request. `repeat` counts earlier equal requests, which have other seeds."""
+        """Return a request. `repeat` is the number of equal requests before it. It changes the seed."""
         options = normalize_gen_kwargs(options)
         if unknown := options.keys() - GENERATION:
             raise UserError(
@@ -88,7 +88,7 @@ class HarnessModel(TemplateLM):
         return GenerationRequest(
             prompt=self._truncated(tokens, self._context_length - new_tokens),
             new_tokens=new_tokens,
-            # As in lm-eval's models, the name of the end-of-text token in ordinary text also ends it.
+            # As in lm-eval's models, the name of the end-of-text token in ordinary text also ends the completion.
             stop=tuple(filter(None, handle_stop_sequences(options["until"], eos=self._end_of_text))),
             sampling=Sampling(
                 repetition_penalty=options.get("repetition_penalty"),

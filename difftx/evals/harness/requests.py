@@ -1,4 +1,4 @@
-"""Log-likelihoods and completions for lm-eval's tasks. Equal requests are answered once, even after a kill."""
+"""Log-likelihoods and completions for lm-eval's tasks. Equal requests are answered once, even across restarts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from difftx.inference.generate import Request
 from difftx.inference.sampling import Sampling
 from difftx.inference.score import Item, Score, loglikelihoods
 
-# Number of items in a batch per row of a microbatch. In a larger batch, rows of similar length share a microbatch, but
-# a kill loses the whole batch.
+# Batch size, as a multiple of the rows in a microbatch. In a larger batch, rows of similar length can share a
+# microbatch, but a kill loses the whole batch.
 ITEMS_PER_ROW = 32
 
 type Tokens = tuple[int, ...]
@@ -17,16 +17,16 @@ type Tokens = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest(Request):
-    """A request with its own stop strings and sampling, which `generate` takes once per batch."""
+    """A request with its own stop strings and sampling. `generate` only takes one of each per batch."""
 
     stop: tuple[str, ...]
     sampling: Sampling
 
 
 def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
-    """Score the continuation of each (context, continuation) pair. Both have at least one token."""
-    # The continuations of a context stand together, so that it is computed once. The longest context comes first, so
-    # that a lack of memory shows immediately.
+    """Score the continuation of each (context, continuation) pair. Both must have at least one token."""
+    # Sort by context, so that each context is computed once. Start with the longest one, so that a lack of memory shows
+    # immediately.
     items = [Item(*pair) for pair in sorted(set(pairs), key=lambda pair: (-len(pair[0]), pair))]
     rows = evaluation.run.microbatch_rows
 

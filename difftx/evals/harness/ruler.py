@@ -1,8 +1,8 @@
-"""Prompts of RULER's 13 tasks (arXiv 2404.06654), as long as a number of the run's tokens allows.
+"""Prompts for RULER's 13 tasks (arXiv 2404.06654), as long as a given number of the run's tokens allows.
 
-lm-eval has the texts of the prompts, the generation settings and the scores. It also writes prompts when it loads a
-task, but needs a tokenizer of transformers, and lengthens prompts in steps that do not fit below 4,096 tokens. While a
-task is loaded, difftx therefore replaces the method that creates the prompts.
+lm-eval provides the texts of the prompts, the generation settings and the scores. It also writes prompts when it loads
+a task, but this needs a tokenizer from transformers, and lengthens prompts in steps that are too large below 4,096
+tokens. So while a task is loaded, difftx replaces the method that creates the prompts.
 """
 
 import bisect
@@ -25,13 +25,13 @@ from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError, import_extra
 from difftx.json_files import read_json
 
-PROMPTS = 500  # Number of prompts of a task per length, as in lm-eval.
-NEAR = 16  # The sizes of two prompts of a task rarely differ by more.
-# Least numbers of words: `ruler_cwe` asks for the 10 most common ones, and with fewer words in `ruler_fwe`, the third
-# and the fourth could be equally frequent.
+PROMPTS = 500  # Prompts per task and length, as in lm-eval.
+NEAR = 16  # The sizes of two consecutive prompts of a task rarely differ by more.
+# Minimum numbers of words. `ruler_cwe` asks for the 10 most common words. With fewer words in `ruler_fwe`, the third
+# and fourth could be equally frequent.
 CWE_WORDS, FWE_WORDS = 11, 53
 SENTENCE_END = re.compile(r"(?<=[.!?]) ")
-# Types of haystack, of keys and of values, and further numbers, as in lm-eval's `niah_utils`.
+# Types of haystack, keys and values, and further numbers, as in lm-eval's `niah_utils`.
 NEEDLES: dict[str, tuple[str, str, str, dict[str, int]]] = {
     "niah_single_1": ("repeat", "words", "numbers", {}),
     "niah_single_2": ("essay", "words", "numbers", {}),
@@ -53,21 +53,21 @@ class Prompt(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A writer of a task's prompts."""
+    """A writer of prompts for one task."""
 
-    write: Callable[[int, int], Prompt]  # Maps the index of a question and the size of its haystack, from 0.
-    most: int  # Largest size.
+    write: Callable[[int, int], Prompt]  # Maps the index of a question and a haystack size (≥ 0) to a prompt.
+    most: int  # Largest haystack size.
     questions: int = PROMPTS
 
 
 def is_task(name: str) -> bool:
-    """Return whether `name` is a task, group or tag of RULER in lm-eval."""
+    """Return whether `name` is a RULER task, group or tag in lm-eval."""
     return name in ("ruler", "longcxt") or name.startswith(("ruler_", "niah_"))
 
 
 @contextlib.contextmanager
 def prompts(tokenizer: Tokenizer, settings: HarnessConfig) -> Iterator[Any]:
-    """Return a task manager that loads tasks of RULER within the block, with prompts in tokens of `tokenizer`."""
+    """Yield a task manager. Within the block, it loads RULER tasks with prompts measured in tokens of `tokenizer`."""
     for package in ("transformers", "wonderwords"):
         import_extra(package, "ruler")
     nltk = import_extra("nltk", "ruler")
@@ -81,7 +81,7 @@ def prompts(tokenizer: Tokenizer, settings: HarnessConfig) -> Iterator[Any]:
 
     folder, states = Path(lm_eval.tasks.__path__[0]) / "ruler", (random.getstate(), np.random.get_state())
     try:
-        # lm-eval would download the rules of nltk that find sentences. `_needles` does without them.
+        # Prevent lm-eval from downloading nltk's rules for finding sentences. `_needles` does not use them.
         with mock.patch.object(nltk, "download"), mock.patch.object(ConfigurableTask, "download", write):
             yield lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)
     finally:
@@ -90,9 +90,9 @@ def prompts(tokenizer: Tokenizer, settings: HarnessConfig) -> Iterator[Any]:
 
 
 def _rows(task: Any, tokenizer: Tokenizer, settings: HarnessConfig, length: int) -> list[dict[str, Any]]:
-    """Return the questions of a task whose prompts have at most `length` tokens, with the tokens to generate.
+    """Return the questions of a task with prompts of at most `length` tokens, including the tokens to generate.
 
-    A prompt has the largest haystack that fits. Questions that do not fit without one are left out.
+    Each prompt has the largest haystack that fits. Questions that do not even fit without a haystack are left out.
     """
     from lm_eval.api.utils import maybe_delimit
     from lm_eval.tasks.ruler import cwe_utils
@@ -103,7 +103,7 @@ def _rows(task: Any, tokenizer: Tokenizer, settings: HarnessConfig, length: int)
         return len(tokenizer.encode_prompt(maybe_delimit(prompt.text, prompt.prefix, task.target_delimiter)))
 
     def draw(index: int, size: int) -> tuple[Prompt, int]:
-        """Return a prompt and its length. Its random numbers depend on the question alone."""
+        """Return a prompt and its length. Its random numbers only depend on the task, the length and the question."""
         seed = zlib.crc32(f"{settings.seed} {task.task} {length} {index}".encode())
         random.seed(seed)
         np.random.seed(seed)
@@ -140,7 +140,7 @@ def _rows(task: Any, tokenizer: Tokenizer, settings: HarnessConfig, length: int)
 
 
 def _source(name: str, settings: HarnessConfig, length: int, tokens_of: Callable[[Prompt], int]) -> Source:
-    """Return the writer of a task's prompts of a length."""
+    """Return the writer of a task's prompts for one length."""
     if name in NEEDLES:
         return _needles(name, settings)
     if name.startswith("ruler_qa_"):
@@ -162,7 +162,7 @@ def _source(name: str, settings: HarnessConfig, length: int, tokens_of: Callable
         return _split(text, answers, " Answer: According to the chain(s)")
 
     def solved(size: int) -> Prompt:
-        """Return an example with its answer, which precedes the question in lm-eval too."""
+        """Return an example with its answer. As in lm-eval, it precedes the question."""
         text, answers, prefix = variables(size, is_example=True)
         return Prompt(f"{text} {prefix} {' '.join(answers)}\n\n\n\n", [], "")
 
@@ -170,7 +170,7 @@ def _source(name: str, settings: HarnessConfig, length: int, tokens_of: Callable
         return Source(common_words, len(cwe_utils.WORDS) - CWE_WORDS)
     if name == "ruler_fwe":
         return Source(frequent_words, length)
-    # An example has up to 500 tokens in lm-eval, with the 30 to generate.
+    # In lm-eval, an example has up to 500 tokens, including 30 to generate.
     room = min(500 - 30, length // 3)
     size = bisect.bisect_left(range(room), True, key=lambda size: tokens_of(solved(size)) > room)
     example = solved(size - 1).text if size else ""
@@ -183,13 +183,13 @@ def _source(name: str, settings: HarnessConfig, length: int, tokens_of: Callable
 
 
 def _split(text: str, answers: list[str], prefix: str) -> Prompt:
-    """Return a prompt whose text ends with the beginning of the answer, which begins with `prefix`."""
+    """Split a text at the last `prefix`: the prompt is before it, the beginning of the answer from it on."""
     start = text.rindex(prefix)
     return Prompt(text[:start].strip(), answers, text[start:].strip())
 
 
 def _needles(name: str, settings: HarnessConfig) -> Source:
-    """Return the writer of a task with needles in a haystack of words (of essays) or sentences."""
+    """Return the writer of a task with needles in a haystack of essay words or of sentences."""
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
 
     haystack_type, keys, values, numbers = NEEDLES[name]
@@ -199,7 +199,7 @@ def _needles(name: str, settings: HarnessConfig) -> Source:
         haystack = _file(settings, "paul_graham_essays.txt").read_text().split()
     else:
         haystack = prepare_niah.get_haystack(haystack_type)
-    # A haystack of sentences has at least one per needle.
+    # A haystack of sentences has at least one sentence per needle.
     is_essay, least = haystack_type == "essay", counts["num_needle_k"] * counts["num_needle_v"]
 
     def write(_: int, size: int) -> Prompt:
@@ -214,7 +214,7 @@ def _needles(name: str, settings: HarnessConfig) -> Source:
 
 
 def _documents(name: str, settings: HarnessConfig) -> Source:
-    """Return the writer of a task with questions on documents, among which other documents are mixed."""
+    """Return the writer of a task with questions about documents, mixed with unrelated documents."""
     from lm_eval.tasks.ruler import qa_utils
 
     read = {"ruler_qa_squad": qa_utils.read_squad, "ruler_qa_hotpot": qa_utils.read_hotpotqa}[name]
@@ -226,7 +226,7 @@ def _documents(name: str, settings: HarnessConfig) -> Source:
             return read_json(_file(settings, Path(url).name))
 
         with mock.patch.object(qa_utils, "download_json", from_file):
-            questions, documents = read.__wrapped__()  # Without the cache of what was read before.
+            questions, documents = read.__wrapped__()  # Do not use lm-eval's cache of previous reads.
 
     def write(index: int, size: int) -> Prompt:
         count = len(questions[index]["context"]) + size

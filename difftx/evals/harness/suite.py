@@ -20,7 +20,7 @@ from difftx.evals.harness import ruler
 from difftx.evals.result import Better, Heatmap, Number, Result
 from difftx.evals.suite import Suite
 
-# The paper does not name its metrics. With these, Table 1's row of OpenLLaMA-3B-v2 equals the scores in the README of
+# The paper does not name its metrics. With these, Table 1's row for OpenLLaMA-3B-v2 equals the scores in the README of
 # github.com/openlm-research/open_llama after rounding. Other metrics differ by up to 0.18.
 PAPER_METRICS = dict.fromkeys(HARNESS_TASKS, "acc") | {"hellaswag": "acc_norm"}
 LOCAL_TASKS = Path(__file__).parent / "tasks"
@@ -44,7 +44,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         limit=settings.limit,
         bootstrap_iters=BOOTSTRAPS,
         log_samples=False,
-        random_seed=None,  # With a seed, lm-eval would reset the process's global random generators.
+        random_seed=None,  # A seed would make lm-eval reset the process's global random generators.
         numpy_random_seed=None,
         torch_random_seed=None,
         fewshot_random_seed=settings.seed,
@@ -53,10 +53,10 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def load_tasks(settings: HarnessConfig, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
-    """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data."""
+    """Return lm-eval's task manager, and the tasks and groups in `eval.harness.tasks` by name, with their data."""
     check_suites(["harness"])
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Otherwise lm-eval logs every default and override.
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Otherwise lm-eval forks, which JAX's threads do not survive.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Mute lm-eval's log of defaults.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Keep lm-eval from forking, which fails with JAX's threads.
     paths = {"data_path": settings.data_path, "include_path": settings.include_path, "ruler_path": settings.ruler_path}
     for field, path in paths.items():
         if path is not None and not Path(path).is_dir():
@@ -69,7 +69,7 @@ def load_tasks(settings: HarnessConfig, tokenizer: Tokenizer) -> tuple[Any, dict
         block = ruler.prompts(tokenizer, settings) if ruler.is_task(name) else contextlib.nullcontext(manager)
         with block as manager_of_task:
             if name not in (names := manager_of_task.all_tasks):
-                # `did_you_mean` would list all of the thousands of names if none is close.
+                # Without a close match, `did_you_mean` would list thousands of names.
                 hint = f" Did you mean {close!r}?" if (close := closest(name, names)) else ""
                 raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
             tasks |= _load(manager_of_task, name)
@@ -78,7 +78,7 @@ def load_tasks(settings: HarnessConfig, tokenizer: Tokenizer) -> tuple[Any, dict
 
 @functools.cache
 def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, built_in: bool) -> Any:
-    """Return lm-eval's task manager. With `built_in`, the index of its own tasks takes half a minute to load."""
+    """Return lm-eval's task manager. With `built_in`, it has lm-eval's own tasks, which takes half a minute."""
     from lm_eval.tasks import TaskManager
 
     folders = [] if data_path is None else [LOCAL_TASKS]
@@ -88,7 +88,7 @@ def _manager(data_path: str | None, include_path: str | None, num_fewshot: int |
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
-    """Return, by name, the task or group called `name`, or all tasks with the tag `name`."""
+    """Return the task or group called `name`, or all tasks with the tag `name`, by name."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -103,9 +103,9 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 
 
 def _guesses(tasks: Mapping[str, Any]) -> dict[str, float]:
-    """Return the accuracy of guessing for each task of multiple choice that has been evaluated.
+    """Return the accuracy of guessing for each multiple-choice task that has been evaluated.
 
-    It is the mean of 1 / choices over the questions. Groups and tasks with a score of their own have none.
+    It is the mean of 1 / choices over the questions. Groups, and tasks with their own scoring, have none.
     """
     guesses = {}
     for name, task in tasks.items():
@@ -154,9 +154,9 @@ def _result(
 
 
 def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, Number]:
-    """Return the mean scores over tasks, where `acc` replaces a missing `acc_norm`.
+    """Return the mean scores over tasks. If a task has no `acc_norm`, its `acc` is used.
 
-    `average_paper`, the "Avg" of the paper's Tables 1 and 8, exists only if all of `PAPER_METRICS` were evaluated.
+    `average_paper` is the "Avg" in the paper's Tables 1 and 8. It exists only if all of `PAPER_METRICS` were evaluated.
     """
     scores = {}
     if rows:
@@ -168,18 +168,18 @@ def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, Number]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Number]:
-    """Return a task's numbers by metric: lm-eval's "acc,none" becomes "acc", and other filters append "_<filter>"."""
+    """Return a task's numbers by metric. lm-eval's "acc,none" becomes "acc"; other filters become a suffix."""
     numbers = {}
     for name, value in values.items():
         metric, comma, filter_ = name.partition(",")
-        # RULER's metrics are lengths, with -1 for lengths that were not asked for.
+        # RULER's metrics are lengths. -1 stands for a length that was not evaluated.
         if comma and isinstance(value, int | float | np.number) and not (metric.isdigit() and value == -1):
             numbers[metric if filter_ == "none" else f"{metric}_{filter_}"] = Number(value, *_said_of(metric))
     return numbers
 
 
 def _said_of(metric: str) -> tuple[str, Better]:
-    """Return unit and better direction of a metric of lm-eval. Further metrics than these have neither."""
+    """Return the unit and better direction of an lm-eval metric. Metrics not listed here have neither."""
     name = metric.removesuffix("_stderr")
     if name.isdigit() or name.endswith(("acc", "acc_norm", "exact_match", "f1")):
         return "share", None if metric.endswith("_stderr") else "higher"

@@ -1,4 +1,4 @@
-"""Prompts of suite `needle`, as in LWM (arXiv 2402.08268): magic numbers of cities in a long text, then a question."""
+"""Prompts for the suite `needle`, as in LWM (arXiv 2402.08268): a question about numbers hidden in a long text."""
 # Axes of arrays: N = tokens of a text
 
 import dataclasses
@@ -18,10 +18,10 @@ from difftx.training.run import Run
 
 HAYSTACK = "eval.needle.haystack"  # Field with the path of the long text.
 TEXT_TOKENS = 2**20  # Tokens to read from a corpus, or four times the longest excerpt if that is more.
-TOLERANCE = 0.05  # Share of the haystack by which a needle may move to reach a sentence or character boundary.
+TOLERANCE = 0.05  # To reach a sentence or character boundary, a needle may move by this share of the haystack.
 SENTENCE_END = re.compile(rb"[.!?][\"')\]]*$")
 LINE_END = re.compile(rb"\n[ \t]*$")
-# Names of cities, none of which is contained in another.
+# Names of cities. None contains another.
 NAMES = """
 Accra Algiers Amsterdam Ankara Athens Auckland Baghdad Bangkok Barcelona Beijing Belgrade Berlin Bogota Boston
 Brussels Budapest Cairo Canberra Caracas Chicago Copenhagen Dakar Damascus Delhi Denver Dublin Edinburgh
@@ -35,7 +35,7 @@ NEEDLE = "\nThe magic number for {city} is {number}.\n"
 ONE_QUESTION = "\n\nQuestion: What is the magic number for {cities}?\nAnswer: The magic number for {cities} is"
 SEVERAL_QUESTIONS = "\n\nQuestion: What are the magic numbers for {cities}?\nAnswer: The magic numbers for {cities} are"
 DIGITS = 7
-MIN_HAYSTACK_TOKENS = 16  # Minimum number of tokens of a haystack. Depths have no meaning in a shorter one.
+MIN_HAYSTACK_TOKENS = 16  # Depths have no meaning in a shorter haystack.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Text:
     def excerpt(self, length: int, rng: np.random.Generator) -> "Text":
         """Draw an excerpt of `length` tokens that begins and ends at sentence ends.
 
-        If there is none, the excerpt may end, or else also begin, at any character boundary. If there is still none,
-        return the beginning of the text.
+        If there is none, let it end at any character boundary, then also begin at any. If there is still none, return
+        the beginning of the text.
         """
         sentence, character = self.is_sentence_end, self.is_character_end
         start = 0
@@ -65,8 +65,8 @@ class Text:
     def position_at(self, depth: float) -> int:
         """Return the number of tokens before a depth, for example about half of the tokens for depth 0.5.
 
-        Except for depths 0 and 1, the position moves to the nearest sentence end, or to the nearest character boundary
-        if no sentence end is within `TOLERANCE`.
+        Except for depths 0 and 1, move to the nearest sentence end. If none is within `TOLERANCE`, move to the nearest
+        character boundary.
         """
         exact, farthest = depth * len(self.tokens_N), TOLERANCE * len(self.tokens_N)
         if depth not in (0, 1):
@@ -80,11 +80,11 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class NeedleItem:
-    """The parameters of a prompt. A cell consists of the prompts that differ only in `sample`."""
+    """The parameters of a prompt. Prompts that only differ in `sample` form a cell."""
 
-    length: int  # Number of tokens in prompt and answer.
+    length: int  # Number of tokens in prompt and answer together.
     case: NeedleCaseConfig
-    depth: float  # Relative position of the queried needles in the haystack, from 0 to 1.
+    depth: float  # Relative position of the queried needles in the haystack, 0 to 1.
     sample: int
 
     @property
@@ -98,20 +98,20 @@ class NeedleItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedlePrompt:
-    """A prompt with the token spans (start, stop) of its parts. The span of a needle includes its line breaks."""
+    """A prompt, with the token span (start, stop) of each part. The span of a needle includes its line breaks."""
 
     item: NeedleItem
     tokens: list[int]  # `item.length - eval.needle.new_tokens` token ids.
     asked: tuple[tuple[int, int], ...]  # Spans of the queried needles, in the order of the question.
-    others: tuple[tuple[int, int], ...]  # Spans of the remaining needles.
-    question: tuple[int, int]  # One span that covers the question and the beginning of the answer.
+    others: tuple[tuple[int, int], ...]  # Spans of the needles that are not queried.
+    question: tuple[int, int]  # Span of the question and the beginning of the answer.
     numbers: tuple[str, ...]  # The expected numbers, in the order of `asked`.
 
 
 class NeedlePrompts:
-    """The prompts of suite `needle`. The same settings, haystack and tokenizer always give the same prompts.
+    """The prompts of the suite `needle`. The same settings, haystack and tokenizer always give the same prompts.
 
-    Prompts that differ only in depth have the same haystack, cities, numbers and needles that are not queried.
+    Prompts that only differ in depth have the same haystack, cities, numbers and unqueried needles.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class NeedlePrompts:
         length_field: str = "eval.needle.lengths",
         case_field: str = "eval.needle.cases",
     ):
-        """Read the haystack. `settings` replace `eval.needle`. Errors mention `length_field` and `case_field`."""
+        """Read the haystack. `settings` replaces `eval.needle`. Errors mention `length_field` and `case_field`."""
         self._settings = settings = settings or run.config.eval.needle
         self._tokenizer = run.tokenizer
-        self.text_of = run.tokenizer.decode  # The charts of suite attention decode the tokens of a prompt.
+        self.text_of = run.tokenizer.decode  # The suite `attention` decodes prompt tokens for its charts.
         context_length = run.config.data.sequence_length
         self.cases, self.depths = settings.cases, settings.depths
         self.lengths = sorted(settings.lengths) or [context_length]
@@ -137,7 +137,7 @@ class NeedlePrompts:
         needles = max(case.needles for case in self.cases)
         if needles > len(CITIES):
             raise UserError(f"{case_field}: needles={needles}, and there are {len(CITIES)} cities; use fewer")
-        # A fix for the longest prompts is enough for the other cases.
+        # The message only needs a fix for the longest prompts, because it also fixes shorter ones.
         longest = max(self.cases, key=self._minimum_prompt_tokens)
         prompt_tokens, new_tokens = self._minimum_prompt_tokens(longest), settings.new_tokens
         if self.lengths[0] < prompt_tokens + new_tokens:
@@ -154,7 +154,7 @@ class NeedlePrompts:
         self.items = list(itertools.starmap(NeedleItem, parameters))
 
     def prompt(self, item: NeedleItem) -> NeedlePrompt:
-        """Return the prompt of an item. The settings and the item's fields except `depth` seed all random choices."""
+        """Return the prompt of an item. Random choices depend on the settings and on all item fields except `depth`."""
         needles, queries = item.case.needles, item.case.queries
         rng = np.random.default_rng([self._settings.seed, item.length, needles, queries, item.sample])
         cities = [CITIES[i] for i in rng.choice(len(CITIES), needles, replace=False)]
@@ -167,9 +167,9 @@ class NeedlePrompts:
         tokens = list(self._tokenizer.prefix)
         length = item.length - self._settings.new_tokens - len(tokens) - sum(map(len, sentences)) - len(question)
         haystack = self._text.excerpt(length, rng)
-        # The first `queries` needles are queried. They go to the item's depth, in random order. `side` keeps them
-        # adjacent if another needle gets the same position: they come before it in the first half, and after it in the
-        # second half of the haystack.
+        # The first `queries` needles are queried, and placed at the item's depth in random order. `side` keeps them
+        # adjacent if another needle gets the same position: they come before it in the first half of the haystack, and
+        # after it in the second half.
         position, side = haystack.position_at(item.depth), 1 if item.depth > 0.5 else -1
         placed = [(position, side, needle) for needle in rng.permutation(queries).tolist()]
         placed += [(haystack.position_at(rng.random()), 0, needle) for needle in range(queries, needles)]
@@ -199,9 +199,9 @@ class NeedlePrompts:
         return self._tokenizer.encode_ordinary(SEVERAL_QUESTIONS.format(cities=listed), continues=True)
 
     def _minimum_prompt_tokens(self, case: NeedleCaseConfig) -> int:
-        """Return a number of tokens that suffices for a prompt with the shortest haystack, without its answer.
+        """Return a sufficient number of tokens for a prompt with the shortest haystack, without its answer.
 
-        It counts one token per digit, the most that a number needs.
+        Count one token per digit, the maximum for a number.
         """
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[: case.needles]
         needle_parts = [self._needle(city, "") for city in longest]
@@ -227,7 +227,7 @@ def find_boundaries(tokens: np.ndarray, tokenizer: Tokenizer, *, longest: int) -
 
 
 def read_haystack(run: Run, *, longest: int) -> np.ndarray:
-    """Return the token ids of the text at `eval.needle.haystack`, or by default of the first validation set of text."""
+    """Return the token ids of the text at `eval.needle.haystack`. The default is the first validation set with text."""
     path, limit = run.config.eval.needle.haystack, max(TEXT_TOKENS, 4 * longest)
     if path is not None and not may_be_store(path_of(HAYSTACK, path)):
         parts, count = [np.empty(0, np.uint32)], 0

@@ -48,13 +48,13 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def share_found(text: str, numbers: Sequence[str]) -> float:
-    """Return the share of `numbers` that a text contains as whole numbers, not as parts of longer ones."""
+    """Return the share of `numbers` that a text contains as whole numbers, not inside longer numbers."""
     there = set(re.findall(r"\d+", text))
     return sum(number in there for number in numbers) / len(numbers)
 
 
 def lwm_share_found(text: str, numbers: Sequence[str]) -> float:
-    """Return the share of `numbers` that a text contains, also as parts of longer numbers.
+    """Return the share of `numbers` that a text contains, even inside longer numbers.
 
     This is the rule of LWM (github.com/LargeWorldModel/LWM, scripts/eval_needle_multi.py).
     """

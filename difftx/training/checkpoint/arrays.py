@@ -1,7 +1,7 @@
-"""Arrays of checkpoints, in the format of orbax: a database (OCDBT) with one zarr array per name.
+"""Read and write the arrays of checkpoints in orbax's format: an OCDBT database with one zarr array per name.
 
-orbax writes and restores the arrays on disks. TensorStore, which orbax uses, writes and restores those in buckets
-(docs/design.md, section 12). It also writes and reads single rows for `convert`, which orbax cannot. Each process
+On disks, orbax saves and restores the arrays. In buckets, this module calls TensorStore, which orbax uses too
+(docs/design.md, section 12). For `convert`, it also writes and reads single rows, which orbax cannot do. Each process
 writes its own database, and the primary process merges them.
 """
 
@@ -26,15 +26,15 @@ from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 from difftx.training.checkpoint.manifest import array_name
 
-STATE = "state"  # Folder of a checkpoint with the arrays.
+STATE = "state"  # Name of the folder with the arrays, below the folder of a save.
 ZARR_METADATA = ".zarray"
-CHUNK_BYTES = 2**25  # Size from which the shards of an array are split into several chunks.
-DATA_FILE_BYTES = 2**28  # Size at which a data file ends.
-TRANSACTION_BYTES = 2**30  # Size of arrays that are compressed in memory before they are written.
-CACHE_BYTES = 2**30  # Size of the cache for chunks that several devices of a process need.
-# Settings of the database, as orbax sets them: small values are stored with the names, and there is one manifest.
+CHUNK_BYTES = 2**25  # Split shards larger than this into several chunks.
+DATA_FILE_BYTES = 2**28  # Start a new data file after this size.
+TRANSACTION_BYTES = 2**30  # Commit a transaction after this size. Its arrays are held in memory, compressed.
+CACHE_BYTES = 2**30  # Cache for chunks that several devices of one process read.
+# Database settings, the same as orbax's: small values are stored inline, next to their keys, and there is one manifest.
 OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 10**8, "manifest_kind": "single"}
-# Reads that are less than 1 MB apart become one request.
+# Merge reads that are less than 1 MB apart into one request.
 COALESCED = {
     "experimental_read_coalescing_threshold_bytes": 10**6,
     "experimental_read_coalescing_merged_bytes": 5 * 10**11,
@@ -42,22 +42,22 @@ COALESCED = {
 }
 
 
-# orbax logs each error with a traceback before it raises the error.
+# Mute orbax's log: it prints a traceback for each error before it raises the error.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The parts of an array that this process writes."""
+    """The parts of one array that this process writes."""
 
     shape: tuple[int, ...]  # Shape of the whole array.
-    chunk: tuple[int, ...]  # Shape of a chunk in storage.
+    chunk: tuple[int, ...]  # Shape of one stored chunk.
     dtype: np.dtype
-    parts: Iterable[tuple[Any, np.ndarray]]  # Index in the whole array, and values, of each part. Iterated once.
+    parts: Iterable[tuple[Any, np.ndarray]]  # Index in the whole array, and values. Can be iterated only once.
 
 
 def start_write(folder: AnyPath, tree: Any) -> Callable[[], None]:
-    """Copy the shards of this process to the host, and return a function that waits until they are in `folder`."""
+    """Copy this process's shards to the host. The returned function waits until they are written to `folder`."""
     if is_bucket(folder):
         return functools.partial(write_shards, folder / own_part(folder), copy_shards(tree))
     infos = _infos(folder, tree)
@@ -78,10 +78,10 @@ def _handler() -> ArrayHandler:
 
 
 def _infos(folder: AnyPath, tree: Any) -> list[ParamInfo]:
-    """Return how orbax finds the arrays of a tree in a checkpoint.
+    """Return the parameters with which orbax finds each array of `tree` in a checkpoint.
 
-    Without a `byte_limiter`, orbax writes them in one transaction, which fails as a whole. Otherwise orbax would close
-    its event loop after the first error, and the other writes would end with tracebacks.
+    They have no `byte_limiter`, so orbax writes all arrays in one transaction, which fails as a whole. With a limiter,
+    orbax closes its event loop after the first error, and the remaining writes end with tracebacks.
     """
     _, context = _base(folder / STATE)
     state = epath.Path(folder.resolve() / STATE)
@@ -90,12 +90,12 @@ def _infos(folder: AnyPath, tree: Any) -> list[ParamInfo]:
 
 
 def _run[T](requests: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine, after all of its tasks have ended, in a thread without another event loop."""
+    """Run a coroutine and all its tasks to the end, and return its result. The thread must have no event loop."""
 
     async def wait() -> T:
         try:
             return await requests
-        except Exception as error:  # That of TensorStore, where orbax has added the index.
+        except Exception as error:  # orbax wraps TensorStore's error to add the index. Raise the original one.
             raise (error.__cause__ or error) from None
         finally:
             while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -106,9 +106,9 @@ def _run[T](requests: Coroutine[Any, Any, T]) -> T:
 
 
 def copy_shards(tree: Any) -> dict[str, Shards]:
-    """Return the shards of each array of a tree, by name, as copies in the memory of the host.
+    """Copy the shards of each array to host memory, and return them by array name.
 
-    If several devices hold copies of a shard, only one of them writes it.
+    If several devices hold replicas of a shard, only one of them writes it.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     written = {array_name(path): [s for s in leaf.addressable_shards if s.replica_id == 0] for path, leaf in leaves}
@@ -118,7 +118,7 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
     by_name = {}
     for path, leaf in leaves:
         name = array_name(path)
-        # On a CPU, copies, because the next step may reuse the memory of the array.
+        # On a CPU, force a copy, because the next step may reuse the array's memory.
         copies = [
             (shard.index, np.array(shard.data, copy=True if shard.device.platform == "cpu" else None))
             for shard in written[name]
@@ -129,7 +129,7 @@ def copy_shards(tree: Any) -> dict[str, Shards]:
 
 
 def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
-    """Write the shards of this process to the database in `folder`, in few transactions."""
+    """Write this process's shards to the database in `folder`, in transactions of about `TRANSACTION_BYTES`."""
     with objects.one_line_errors(folder, "written"):
         base, context = _base(folder)
         database = ts.KvStore.open(_database(base, writes=True), context=context).result()
@@ -137,7 +137,7 @@ def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
         for name, array in arrays.items():
             metadata = _zarr_metadata(array)
             database.with_transaction(transaction)[f"{_zarr_folder(name)}{ZARR_METADATA}"] = json.dumps(metadata)
-            # Otherwise TensorStore would send a request for each array's metadata, which does not exist yet.
+            # With `assume_metadata`, TensorStore does not request the array's metadata, which is not stored yet.
             spec = _array(_database(base, writes=True), name) | {"metadata": metadata, "assume_metadata": True}
             spec |= {"store_data_equal_to_fill_value": True}
             store = ts.open(spec, open=True, context=context, transaction=transaction).result()
@@ -152,13 +152,13 @@ def write_shards(folder: AnyPath, arrays: Mapping[str, Shards]) -> None:
 
 
 def _commit(transaction: ts.Transaction, copies: Iterable[ts.Future[None]]) -> None:
-    for copied in copies:  # Raise the error of a write, if there was one.
+    for copied in copies:  # Raise the error of a failed write.
         copied.result()
     transaction.commit_async().result()
 
 
 def merge(folder: AnyPath) -> None:
-    """Merge the databases of all processes. Their data files stay where they are."""
+    """Merge the databases of all processes into one. The data files are not moved."""
     if own_part(folder) == STATE:
         return
     with objects.one_line_errors(folder, "written"):
@@ -173,9 +173,9 @@ def merge(folder: AnyPath) -> None:
 
 
 def restore(folder: AnyPath, wanted: Any) -> Any:
-    """Return the arrays of a checkpoint, like those of the abstract tree `wanted`, with its shardings.
+    """Read a checkpoint's arrays with the structure and shardings of the abstract tree `wanted`.
 
-    The caller has compared them with the manifest. Each process reads the parts of its own devices.
+    The caller must have compared `wanted` with the manifest. Each process reads only the shards of its own devices.
     """
     with objects.one_line_errors(folder, "read"):
         if is_bucket(folder):
@@ -203,20 +203,20 @@ def _restore_from_bucket(folder: AnyPath, wanted: Any) -> list[jax.Array]:
 
 
 def open_array(folder: AnyPath, name: str, *, cache_bytes: int = 0) -> ts.TensorStore:
-    """Return an array of a checkpoint, which reads ranges on demand."""
+    """Open one array of a checkpoint. Its values are read on demand."""
     with objects.one_line_errors(folder, "read"):
         base, context = _base(folder / STATE, cache_bytes)
         return ts.open(_readable(base, name), open=True, context=context).result()
 
 
 def read_part(folder: AnyPath, opened: ts.TensorStore, index: int | slice | EllipsisType = ...) -> np.ndarray:
-    """Return a part of an array that `open_array` has opened in a checkpoint."""
+    """Read a part of an array that `open_array` has opened."""
     with objects.one_line_errors(folder, "read"):
         return opened[index].read().result()
 
 
 def _base(folder: AnyPath, cache_bytes: int = CACHE_BYTES) -> tuple[dict[str, Any], ts.Context]:
-    """Return the specification of the store below the database, and the context of all requests."""
+    """Return the TensorStore spec of the storage under the database, and the context for all requests."""
     pools = {"cache_pool": {"total_bytes_limit": cache_bytes}, "cache_pool#ocdbt": {"total_bytes_limit": 10**8}}
     if is_bucket(folder):
         spec, context = objects.tensorstore_spec(folder)
@@ -228,12 +228,12 @@ def _database(base: dict[str, Any], *, writes: bool = False) -> dict[str, Any]:
     spec = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
     if not writes:
         return spec if base["driver"] == "file" else spec | COALESCED
-    # `assume_config` saves the request that would look for a database, since every save has a folder of its own.
+    # Every save has a new folder, so `assume_config` saves the request that looks for an existing database.
     return spec | {"config": OCDBT_CONFIG, "assume_config": True, "target_data_file_size": DATA_FILE_BYTES}
 
 
 def _readable(base: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the specification of an array to read. An absent chunk is an error, and not zeros."""
+    """Return the spec for reading an array. A missing chunk is an error: it does not read as zeros."""
     return _array(_database(base), name) | {"fill_missing_data_reads": False}
 
 
@@ -246,8 +246,8 @@ def _zarr_folder(name: str) -> str:
 
 
 def _zarr_metadata(array: Shards) -> dict[str, Any]:
-    """Return the content of the file `ZARR_METADATA` of an array (zarr storage specification, version 2)."""
-    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str  # Such as "bfloat16", or "<f4".
+    """Return the content of an array's `.zarray` file (zarr storage specification, version 2)."""
+    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str  # For example "bfloat16" or "<f4".
     return {
         "zarr_format": 2,
         "shape": array.shape,
@@ -262,12 +262,15 @@ def _zarr_metadata(array: Shards) -> dict[str, Any]:
 
 
 def own_part(folder: AnyPath) -> str:
-    """Return the path of the database that this process writes, relative to the folder of a checkpoint."""
+    """Return the path of the database that this process writes, relative to the folder of the save."""
     return _part(folder, jax.process_index())
 
 
 def _part(folder: AnyPath, process: int) -> str:
-    """Return the path of the database of a process. That of a single process in a bucket needs no merging."""
+    """Return the path of the database that `process` writes.
+
+    A single process in a bucket writes the final database, so no merge is needed.
+    """
     return STATE if is_bucket(folder) and jax.process_count() == 1 else f"{STATE}/ocdbt.process_{process}"
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: train state, state of the data loader, and config.
+"""Save, find and delete the checkpoints of a run: train state, data loader state and config.
 
-A checkpoint is saved in a background thread (`protocol.py`). All processes write their arrays, but only the primary
-process commits, checks, renames and deletes checkpoints.
+A background thread saves a checkpoint (`protocol.py`). All processes write arrays, but only the primary process
+commits, verifies, renames and deletes checkpoints.
 """
 
 import concurrent.futures
@@ -35,31 +35,31 @@ from difftx.training.state import TrainState
 
 
 class Checkpoints:
-    """The checkpoints of the run in `workdir`, one folder per step, for reading, which changes nothing."""
+    """Read-only access to the checkpoints of the run in `workdir`. There is one folder per step."""
 
     def __init__(self, workdir: AnyPath, run_id: str | None = None):
-        """Open the folder of checkpoints. Those of other runs than `run_id` do not verify, if it is set."""
+        """Open the folder of checkpoints. If `run_id` is set, the checkpoints of other runs count as invalid."""
         self.workdir, self.folder, self._run_id = workdir, resolved(workdir) / "checkpoints", run_id
         self._verifies_content = True
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, in ascending order. Their checkpoints may be corrupt."""
+        """Return the steps that have a checkpoint, in ascending order. The checkpoints may be corrupt."""
         return steps_in(self.folder)
 
     def newest(self) -> int | None:
-        """Return the step of the newest valid checkpoint, or None if there is no checkpoint, not even a corrupt one.
+        """Return the step of the newest valid checkpoint, or None if the run has no checkpoints at all.
 
-        Raise `UserError` if none is valid, and `UnreadableError` if a checkpoint cannot be read.
+        Raise `UserError` if checkpoints exist but none is valid, and `UnreadableError` if a checkpoint cannot be read.
         """
         return decide_on_primary(self.find_newest)
 
     def read(self, step: int) -> Manifest:
-        """Return the checkpoint of `step`, without verifying its files. All processes must call this method."""
+        """Return the manifest of `step` without verifying the checkpoint's files. All processes must call this."""
         what, read = f"checkpoint {step}", functools.partial(read_manifest, self.folder / str(step))
         return agree(what, read, lambda found: {f"SHA-256 of {what}": found.sha256}, DECISION_SECONDS)
 
     def read_newest[T](self, read: Callable[[Manifest], T]) -> T | None:
-        """Return `read(checkpoint)` for the newest valid checkpoint, or None if there is no checkpoint."""
+        """Return `read(manifest)` for the newest valid checkpoint, or None if the run has no checkpoints."""
         step = self.newest()
         return None if step is None else read(self.read(step))
 
@@ -76,7 +76,7 @@ class Checkpoints:
         decide_on_primary(check)
 
     def find_newest(self) -> int | None:
-        """Find the result of `newest` in this process alone."""
+        """Find the step that `newest` returns, without communicating with other processes."""
         reasons, newest = {}, None
         for step in reversed(self.steps()):
             if (why := self._why_invalid(step)) is None:
@@ -99,7 +99,7 @@ class Checkpoints:
         print_on_primary(f"checkpoint {self.folder / str(step)} does not verify: {why}; {self._set_aside(step)}")
 
     def _set_aside(self, step: int) -> str:
-        """Set an invalid checkpoint aside, if this process may, and return what was done."""
+        """Quarantine an invalid checkpoint if this object may write. Return a word for the message about it."""
         return "skipped"
 
     def _why_invalid(self, step: int) -> str | None:
@@ -114,7 +114,7 @@ class Checkpoints:
 
 
 class Checkpointer(Checkpoints):
-    """The checkpoints of a run that trains. It saves them, repairs their folder, and deletes old ones."""
+    """The checkpoints of a run in training: save them, clean up after interrupted saves, and delete old ones."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class Checkpointer(Checkpoints):
     ):
         """Open the folder of checkpoints.
 
-        `save_seconds` is the timeout of a save in seconds. It expires if another process has failed. `owner` and
-        `run_id` are those of the `Run`. The primary process calls `on_saved` after each save.
+        A save fails after `save_seconds`, for example because another process has died. `owner` and `run_id` are those
+        of the `Run`. The primary process calls `on_saved` after each save.
         """
         super().__init__(workdir, run_id)
         self._config, self._save_seconds, self._owner, self._on_saved = config, save_seconds, owner, on_saved
@@ -140,13 +140,13 @@ class Checkpointer(Checkpoints):
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
         self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
         self._failures = 0  # Number of consecutive failed saves.
-        # Each attempt has its own checkpointer, so this id and a step together identify parameters.
+        # Each attempt creates its own checkpointer, so this id and a step together identify the parameters.
         self._attempt = decide_on_primary(lambda: uuid.uuid4().hex)
 
     def newest(self) -> int | None:
-        """Return the step of the newest valid checkpoint, or None if there is no checkpoint, and repair the folder.
+        """Clean up the folder, and return the step of the newest valid checkpoint, or None if there is no checkpoint.
 
-        The repair deletes what interrupted saves and removals have left, and quarantines corrupt checkpoints.
+        The cleanup deletes the files of interrupted saves and removals, and quarantines corrupt checkpoints.
         """
         self.wait()
         step = super().newest()
@@ -157,7 +157,7 @@ class Checkpointer(Checkpoints):
     def regular_steps(self) -> Iterator[int]:
         """Yield the steps of the valid regular checkpoints (`retention.is_regular`), newest first.
 
-        Also quarantine corrupt checkpoints. Only the primary process may call this.
+        Corrupt checkpoints are quarantined. Only the primary process may call this method.
         """
         for step in reversed(self.steps()):
             why = None if step in self._verified else self._why_invalid(step)
@@ -167,11 +167,11 @@ class Checkpointer(Checkpoints):
                 yield step
 
     def weights_id(self, step: int) -> str:
-        """Return an identifier of the parameters after `step` that no other run or attempt uses."""
+        """Return an identifier for the parameters after `step`. No other run or attempt has the same one."""
         return f"{self._attempt}/{step}"
 
     def find_newest(self) -> int | None:
-        """Find the result of `newest` in this process alone."""
+        """Find the step that `newest` returns, without communicating with other processes."""
         if leftovers := protocol.remove_leftovers(self._owner, self.folder):
             steps = ", ".join(leftovers)
             print_on_primary(f"{self.folder}: deleted what an unfinished save or removal of step {steps} has left")
@@ -181,12 +181,12 @@ class Checkpointer(Checkpoints):
         return f"its manifest is now {protocol.quarantine(self._owner, self.folder / str(step)).name}"
 
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
-        """Start to save, and return as soon as the arrays may be donated to the next step.
+        """Start a save in the background. On return, the arrays may be donated to the next step.
 
         Do nothing if this process has already saved or verified the checkpoint of this step.
 
         This method, `record_finished_save`, `save_and_wait` and `close` raise `RunError` after
-        `checkpoint.max_failed_saves` failures in a row.
+        `checkpoint.max_failed_saves` consecutive failures.
         """
         self.wait()
         step = int(jax.device_get(state.step))
@@ -210,12 +210,12 @@ class Checkpointer(Checkpoints):
         save.copied.wait()
 
     def is_due(self) -> bool:
-        """Return whether a kill before the end of a new save could lose more than `checkpoint.every_minutes`."""
+        """Return whether a save must start now, so that a kill loses at most `checkpoint.every_minutes` of training."""
         minutes, seconds = self._config.every_minutes, time.monotonic() - self._save_began
         return minutes is not None and seconds + self._last_save_seconds >= 60 * minutes
 
     def record_finished_save(self) -> None:
-        """Record the result of the save in the background, if it has ended."""
+        """Record the result of the background save if it has ended."""
         if self._saving is not None and self._saving[1].done():
             self.wait()
 
@@ -228,16 +228,15 @@ class Checkpointer(Checkpoints):
             self.wait()
 
     def close(self) -> None:
-        """Wait for a save in progress, report it if it failed, and end the thread.
+        """Wait for the save in progress, report whether it failed, and end the background thread.
 
-        A failed save does not end the training here either: after bad steps, the run still rewinds, or stops as it was
-        configured.
+        A single failed save does not end the training, so a run with bad steps still rewinds or stops as configured.
         """
         self.wait()
         self._background.shutdown()
 
     def _finish(self, step: int, save: Callable[[], None]) -> None:
-        """Save in a background thread, then delete the checkpoints that the config does not keep."""
+        """Save in the background thread, then delete the checkpoints that the config does not keep."""
         save()
         self._last_save_seconds = time.monotonic() - self._save_began
         if not is_primary():
@@ -246,12 +245,12 @@ class Checkpointer(Checkpoints):
         for what, action in (("the run's manifest is not written", self._on_saved), ("old checkpoints stay", retain)):
             try:
                 action()
-            except (OSError, UserError, RunError) as error:  # The save has succeeded nevertheless.
+            except (OSError, UserError, RunError) as error:  # The checkpoint itself is saved.
                 print_on_primary(f"{what}: {error}")
 
     def _retain(self, step: int) -> None:
         """Delete the checkpoints up to `step` that the config does not keep."""
-        # Incomplete checkpoints neither count towards the number to keep nor are deleted.
+        # Skip incomplete checkpoints: they are not deleted, and do not count towards the number to keep.
         complete = {}
         for other in self.steps():
             if other <= step:
@@ -274,8 +273,8 @@ class Checkpointer(Checkpoints):
             self._failures = 0
             return
         if is_primary():
-            with contextlib.suppress(UnreadableError):  # A bucket may be back at the next save.
-                self._owner.check()  # A process that has lost its run stops after the first failure.
+            with contextlib.suppress(UnreadableError):  # The bucket may be reachable again at the next save.
+                self._owner.check()  # If another process has taken over this run, stop after the first failure.
         self._failures += 1
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint, `checkpoints/<step>/manifest.json`, which is the checkpoint's commit.
+"""Read, write and verify the manifest of a checkpoint: `checkpoints/<step>/manifest.json`.
 
-It has the config, the state of the data loader and the guard, and lists the files of the arrays, which lie in a folder
-next to it. A checkpoint exists when its manifest does. A save and a removal first write a note under its name.
+A checkpoint exists if and only if its manifest exists. The manifest holds the config and the state of the data loader
+and guard, and lists the array files, which are stored in a folder next to it. While a checkpoint is being saved or
+removed, the file `manifest.json` is a note that says so.
 """
 
 import concurrent.futures
@@ -38,18 +39,18 @@ from difftx.registry import EXTENSIONS_SHAPE
 from difftx.storage import objects
 from difftx.storage.paths import AnyPath, is_bucket
 
-FORMAT = 5  # Version of the format. Increase it if difftx can no longer read older checkpoints.
+FORMAT = 5  # Version of the format. Increase it when difftx can no longer read older checkpoints.
 MANIFEST = "manifest.json"
 QUARANTINED = re.compile(r"quarantined-[0-9a-f]+\.json")  # Name of the manifest of a quarantined checkpoint.
 STEP_FOLDER = re.compile(r"0|[1-9][0-9]{0,17}")
-UNFINISHED = "unfinished"  # Field of the note at the path of a manifest during a save or a removal.
-# Packages whose versions a manifest records, in addition to the installed ones of `ACCELERATOR_PACKAGES`.
+UNFINISHED = "unfinished"  # Field of the note that replaces the manifest during a save or a removal.
+# Packages whose versions a manifest records, in addition to the installed `ACCELERATOR_PACKAGES`.
 RECORDED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "tensorstore", "grain", "tiktoken", "numpy")
-# Plugins and libraries of accelerators, of which a machine has some.
+# Plugins and libraries of accelerators. A manifest records the versions of the installed ones.
 ACCELERATOR_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
-WeightsPart = Literal["params", "ema"]  # Part of a train state with weights: the parameters, or their average.
-PART_BYTES = 2**20  # Size of the parts of a file that are read at a time for its checksum.
-THREADS = min(8, os.cpu_count() or 1)  # Threads compute checksums in parallel, because xxhash releases the GIL.
+WeightsPart = Literal["params", "ema"]  # Weights in a train state: the parameters, or their average.
+PART_BYTES = 2**20  # To compute a checksum, read a file in blocks of this size.
+THREADS = min(8, os.cpu_count() or 1)  # Threads that compute checksums, because xxhash releases the GIL.
 MANIFEST_SCHEMA = {
     "format": int,
     "step": int,
@@ -66,26 +67,26 @@ MANIFEST_SCHEMA = {
 
 
 class OtherFormatError(UserError):
-    """An error for a checkpoint of another version of difftx, which must not be quarantined as corrupt."""
+    """The checkpoint was written by another version of difftx. It is not corrupt, so do not quarantine it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """A stored checkpoint: the contents of its `manifest.json`. Functions take it in place of a path."""
+    """A stored checkpoint, as described by its `manifest.json`. Functions take it instead of a path."""
 
-    folder: AnyPath  # Folder of the step, which has the manifest.
-    sha256: str  # SHA-256 of the manifest's other fields. It differs between any two checkpoints.
+    folder: AnyPath  # Folder of the step, which contains `manifest.json`.
+    sha256: str  # SHA-256 of the other fields of the manifest. Unique to each checkpoint.
     step: int
     weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal identifiers mean equal parameters.
-    config: dict[str, Any]  # Values of the config of the training.
-    loader: dict[str, Any]  # State of the loader and of the guard, see `RunState.save`.
+    config: dict[str, Any]  # Values of the training config.
+    loader: dict[str, Any]  # State of the data loader and the guard, see `RunState.save`.
     packages: dict[str, str]
     source_sha256: str  # Hash of the source files of difftx.
     extensions: list[dict[str, str]]  # Path and SHA-256 of each extension that the config uses.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
     files: dict[str, tuple[int, str, str]]  # Path in `contents` → size in bytes, name of the checksum, checksum.
-    contents: AnyPath  # Folder of the files, in the step's folder. Each save has its own.
-    run_id: str | None  # Identity of the run that saved the checkpoint. None if the checkpoint was imported.
+    contents: AnyPath  # Folder of the array files, a subfolder of `folder`. Each save has its own.
+    run_id: str | None  # Identity of the run that saved the checkpoint. None for an imported checkpoint.
 
     @property
     def data(self) -> dict[str, Any]:
@@ -94,14 +95,14 @@ class Manifest:
 
 
 def adapters_of(checkpoint: Manifest, part: WeightsPart) -> dict[str, Any]:
-    """Return the values of `train.lora_rank` and `train.lora_alpha` for the adapters that a checkpoint has."""
+    """Return `train.lora_rank` and `train.lora_alpha` of the checkpoint's adapters. The rank is None if it has none."""
     has_adapters = any(name.startswith(f"{part}/{LORA}/") for name in checkpoint.arrays)
     fields = {"lora_rank": None, "lora_alpha": TrainConfig.lora_alpha}
     return fields | {name: checkpoint.config["train"][name] for name in fields if has_adapters}
 
 
 def array_name(path: tuple[Any, ...]) -> str:
-    """Return the name of an array, such as "params/embedding", from its path in a tree."""
+    """Return the name of an array, such as "params/embedding", for its path in a tree."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -112,7 +113,7 @@ def describe_arrays(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that can change the numbers of a run."""
+    """Return the versions of the packages that can change numerical results."""
     versions = {name: importlib.metadata.version(name) for name in RECORDED_PACKAGES}
     for name in ACCELERATOR_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -150,15 +151,15 @@ def manifest_text(
 
 
 def describe_files(folder: AnyPath, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the manifest entries of all files below a folder, with their checksums.
+    """Return the manifest entries of all files below `folder`, with their checksums.
 
-    Files that have an entry in `known` keep that entry. The checksums of all others come from the store's listing. If
-    it has none, as that of a disk, read the file back and compute its XXH3-128.
+    Files in `known` keep their entry. For the rest, take the checksum from the object store's listing. If there is
+    none, as on a disk, read the file and compute its XXH3-128.
     """
     described, entries = describe_below(folder), dict(known or {})
     unknown = [name for name in described if name not in entries]
-    # An ETag is the MD5 of the content unless the store encrypts objects with KMS keys. Check this with the smallest
-    # object.
+    # An ETag is the MD5 of the content, unless the store encrypts objects with KMS keys. To find out, compute the MD5
+    # of the smallest object.
     with_md5 = [name for name in unknown if _listed("md5", described[name])]
     smallest = min(with_md5, key=lambda name: described[name].size, default=None)
     lists_md5 = smallest is not None and _listed("md5", described[smallest]) == _checksum_of("md5", folder / smallest)
@@ -176,7 +177,7 @@ def describe_files(folder: AnyPath, known: Mapping[str, Any] | None = None) -> d
 
 
 def read_manifest(folder: AnyPath) -> Manifest:
-    """Return a checkpoint's manifest. Raise `UserError` if it is absent or corrupt."""
+    """Read the manifest in `folder`. Raise `UserError` if it is missing or corrupt."""
     try:
         return _read_manifest(folder)
     except UserError as error:
@@ -215,12 +216,12 @@ def _read_manifest(folder: AnyPath) -> Manifest:
 
 
 def note(contents: str) -> bytes:
-    """Return a new content of `manifest.json` during the save of a folder of contents, or "" during a removal."""
+    """Return the note that replaces `manifest.json` during a save to the folder `contents`. "" stands for a removal."""
     return json.dumps({UNFINISHED: contents, "id": uuid.uuid4().hex}).encode()
 
 
 def is_note(content: bytes) -> bool:
-    """Return whether the content of a `manifest.json` says that a save or a removal was not finished."""
+    """Return whether a `manifest.json` with this content marks an unfinished save or removal."""
     try:
         found = json.loads(content)
     except ValueError:
@@ -229,7 +230,7 @@ def is_note(content: bytes) -> bool:
 
 
 def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool) -> str | None:
-    """Return why the checkpoint in `folder` is invalid, or None. The errors and arguments are those of `verified`."""
+    """Return why the checkpoint in `folder` is invalid, or None. The arguments and errors are those of `verified`."""
     try:
         verified(folder, step=step, run_id=run_id, content=content)
     except OtherFormatError:
@@ -240,10 +241,11 @@ def why_invalid(folder: AnyPath, *, step: int | None = None, run_id: str | None 
 
 
 def verified(folder: AnyPath, *, step: int | None = None, run_id: str | None = None, content: bool) -> Manifest:
-    """Return a checkpoint. Raise `UserError` if it is invalid, for example not of step `step` or of run `run_id`.
+    """Verify the checkpoint in `folder` and return its manifest.
 
-    Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
-    `UnreadableError` if a file cannot be read, and `OtherFormatError` for a checkpoint of another version of difftx.
+    Raise `UserError` if it is invalid or is not of step `step` and run `run_id`. Compare the file sizes with the
+    manifest, and if `content` is True also the checksums. Raise `UnreadableError` if a file cannot be read, and
+    `OtherFormatError` if another version of difftx wrote the checkpoint.
     """
     try:
         manifest = _read_manifest(folder)
@@ -273,7 +275,7 @@ def _check_files(manifest: Manifest, *, content: bool) -> None:
             _, algorithm, right = manifest.files[name]
             if _listed(algorithm, listed[name]) == right:
                 return right
-            # Other programs may have copied the object in parts, and its ETag is then not the MD5.
+            # If another program uploaded the object in parts, its ETag is not the MD5.
             return _checksum_of(algorithm, contents / name)
 
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -284,7 +286,7 @@ def _check_files(manifest: Manifest, *, content: bool) -> None:
 
 
 def _listed(algorithm: str, description: objects.Description) -> str | None:
-    """Return the checksum of an object in the listing of its store, or None if the listing cannot have it."""
+    """Return an object's checksum from the listing of its store, or None if the listing does not include it."""
     if algorithm == "crc32c" and description.crc32c is not None:
         return f"{description.crc32c:08x}"
     etag = description.version.strip('"')
@@ -292,15 +294,15 @@ def _listed(algorithm: str, description: objects.Description) -> str | None:
 
 
 def _checksum_of(algorithm: str, file: AnyPath) -> str:
-    """Return a checksum of a file in hexadecimal, which detects corruption, but not deliberate changes.
+    """Return a file's checksum in hexadecimal. It detects corruption, but not deliberate changes.
 
-    "xxh3" is the XXH3-128, and "crc32c" and "md5" are those of Google Cloud Storage and of S3.
+    `algorithm` is "xxh3" for XXH3-128, "crc32c" as in Google Cloud Storage, or "md5" as in S3.
     """
 
     def read() -> str:
         digest = new_digest()
         with open_file(file) as stream:
-            while part := stream.read(PART_BYTES):  # The CRC32C takes `bytes` only, which hashlib.file_digest lacks.
+            while part := stream.read(PART_BYTES):  # `hashlib.file_digest` passes other types than `bytes`.
                 digest.update(part)
                 report_progress()
         return digest.digest().hex()
@@ -314,9 +316,9 @@ def _checksum_of(algorithm: str, file: AnyPath) -> str:
 
 
 def steps_in(folder: AnyPath) -> list[int]:
-    """Return the steps of a run's `checkpoints` in ascending order. Their checkpoints may be corrupt.
+    """Return the steps with a checkpoint in a run's `checkpoints` folder, ascending. The checkpoints may be corrupt.
 
-    A step that is being saved or removed does not count, and neither does one without a manifest.
+    Steps without a manifest, or with an unfinished save or removal, are left out.
     """
     folders = step_folders(folder)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -325,8 +327,8 @@ def steps_in(folder: AnyPath) -> list[int]:
 
 
 def step_folders(folder: AnyPath) -> list[AnyPath]:
-    """Return the folders of all steps in a run's `checkpoints`, in ascending order, even if they have no checkpoint."""
-    # A symbolic link counts even if its target is absent. Otherwise a run would silently resume from an older step.
+    """Return all step folders in a run's `checkpoints` folder, in ascending order, even those without a checkpoint."""
+    # Include broken symbolic links. If they were ignored, a run would silently resume from an older step.
     names = [name for name, is_folder in list_folder(folder).items() if is_folder and STEP_FOLDER.fullmatch(name)]
     return [folder / name for name in sorted(names, key=int)]
 
@@ -337,18 +339,18 @@ def _is_checkpoint(folder: AnyPath) -> bool:
         if found is None and not is_bucket(folder):
             check_link(folder)
         return found is not None and not is_note(found.content)
-    except UnreadableError:  # `why_invalid` raises it again.
+    except UnreadableError:  # `why_invalid` raises the error again.
         return True
 
 
 def unreferenced(folder: AnyPath) -> list[str]:
-    """Return the names in a step's folder that no manifest refers to.
+    """Return the names in a step's folder to which no manifest refers.
 
-    If a manifest is corrupt, there are none, since it may be the only trace of a checkpoint.
+    Return none if a manifest is corrupt, because the files may be all that is left of a checkpoint.
     """
-    # The order of these requests matters, because other processes may write meanwhile. A save writes its note before
-    # its files, so the manifest is read after the files are listed. A quarantine writes its manifest before it deletes
-    # the first one, so quarantined manifests are listed last.
+    # The order of these requests matters, because other processes may write at the same time. A save writes its note
+    # before its files, so read the manifest after listing the files. A quarantine writes its own manifest before it
+    # deletes the original, so list quarantined manifests last.
     names = list_folder(folder)
     found = [stored(folder / MANIFEST)]
     quarantined = list(filter(QUARANTINED.fullmatch, list_folder(folder)))
@@ -367,6 +369,6 @@ def unreferenced(folder: AnyPath) -> list[str]:
 
 
 def quarantined_in(folder: AnyPath) -> list[AnyPath]:
-    """Return the manifests of the checkpoints that training or a user has quarantined, in the order of their steps."""
+    """Return the manifests of all quarantined checkpoints, in the order of their steps."""
     folders = step_folders(folder)
     return [step / name for step in folders for name in sorted(filter(QUARANTINED.fullmatch, list_folder(step)))]

@@ -1,8 +1,8 @@
-"""The protocol of saves, quarantines and removals of checkpoints, on disks and in buckets (docs/storage_protocol.md).
+"""Save, quarantine and remove checkpoints safely, on disks and in buckets (docs/storage_protocol.md).
 
-The files of each save lie in a folder of their own below the step's folder, so that the late writes of a process that
-has lost the run cannot change a checkpoint. `manifest.json` in the step's folder names this folder. It is written last,
-and deleted first. Only the owner of a run may call these functions, except `quarantine`.
+Each save writes its files into a new folder inside the step's folder. If a process has lost its run and still writes,
+it cannot change a checkpoint of the new owner. `manifest.json` in the step's folder names the folder of the save. It is
+written last and deleted first. Except for `quarantine`, only the owner of a run may call these functions.
 """
 
 import contextlib
@@ -32,23 +32,23 @@ from difftx.training.checkpoint.manifest import (
 
 
 class Save:
-    """A save of one checkpoint by all processes."""
+    """A save of one checkpoint, in which all processes take part."""
 
     def __init__(self, owner: Owner, folder: AnyPath, contents: str, state: Any, seconds: float):
-        """Prepare a save. `contents` is a name that no other save has, and that all processes know.
+        """Prepare a save of `state` into the folder `contents`, a new name that is the same in all processes.
 
         `seconds` is the timeout of each phase. `state` may be donated once `copied` is set.
         """
         self._owner, self._folder, self._contents, self._seconds = owner, folder, contents, seconds
         self._state = state
         self.copied = threading.Event()
-        self._generation: bytes | None = None  # The generation of the note.
+        self._generation: bytes | None = None  # Storage generation of the note.
         self._may_exist = False  # Whether the manifest may have been written.
 
     def write(self, describe: Callable[[dict[str, Any]], str]) -> None:
-        """Write the arrays, and the text of the manifest that `describe` returns for the entries of all files.
+        """Write the arrays, then the manifest: the text that `describe` returns for the entries of all files.
 
-        All processes must call this method, in a thread or not. It raises an error in all of them if one of them fails.
+        All processes must call this method, from any thread. If one process fails, the method raises an error in all.
         """
         folder = self._folder / self._contents
 
@@ -57,7 +57,7 @@ class Save:
             self._state = None
             self.copied.set()
             wait()
-            # If the store lists no checksums, each process reads back the files that it has written.
+            # If the store lists no checksums, each process reads its own files back to compute them.
             part = arrays.own_part(folder)
             return {f"{part}/{name}": entry for name, entry in describe_files(folder / part).items()}
 
@@ -68,13 +68,15 @@ class Save:
                 self._commit(describe(describe_files(folder, known)))
 
         try:
-            # The other processes wait for the note, without which nobody would delete their files after a crash.
+            # First write the note, and let all processes wait for it. Without it, files left by a crash would never be
+            # deleted.
             exchange(f"{self._contents}, note", lambda: self._begin() if is_primary() else None, self._seconds)
             written = exchange(f"{self._contents}, files", write_arrays, self._seconds)
             exchange(f"{self._contents}, manifest", lambda: commit(written), self._seconds)
         except Exception:
             if is_primary() and self._generation is not None and not self._may_exist:
-                # Free the space, which may be missing for the next save. Otherwise a later start deletes the files.
+                # Free the space now, because the next save may need it. If this fails, the next start of the run
+                # deletes the files.
                 with contextlib.suppress(OSError, UserError, UnreadableError, RunError):
                     _clear(self._owner, self._folder, self._generation)
             raise
@@ -84,21 +86,22 @@ class Save:
 
     def _begin(self) -> None:
         path = self._folder / MANIFEST
-        found = stored(path)  # Read before the check of `write_if`, so that it is not that of the next owner.
+        # Read this before `write_if` checks the ownership. A later read could return the note of a new owner.
+        found = stored(path)
         self._generation = self._owner.write_if(path, note(self._contents), None if found is None else found.generation)
         if self._generation is None:
             raise RunError(f"{self._folder}: another process saves this checkpoint")
 
     def _commit(self, manifest: str) -> None:
-        self._owner.push()  # A run that resumes from this checkpoint keeps the rows and results before it.
-        self._owner.check()  # If it fails, the manifest does not exist.
+        self._owner.push()  # Upload metrics and results first: a run that resumes from this checkpoint needs them.
+        self._owner.check()  # If this raises an error, no manifest has been written.
         self._may_exist = True
         if self._owner.write_if(self._folder / MANIFEST, manifest.encode(), self._generation) is None:
             raise RunError(f"{self._folder}: another process has taken over this run, so the checkpoint was not saved")
 
 
 def amend(owner: Owner, folder: AnyPath, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Commit a checkpoint again, with the same arrays, and the state of loader and guard that `change` returns."""
+    """Commit a checkpoint again with the same arrays, but with the loader and guard state that `change` returns."""
     path = folder / MANIFEST
     found, content = stored(path), without_sha256(read_json(path))
     if content is None or found is None:
@@ -109,7 +112,7 @@ def amend(owner: Owner, folder: AnyPath, change: Callable[[dict[str, Any]], dict
 
 
 def quarantine(owner: Owner, folder: AnyPath) -> AnyPath:
-    """Rename the manifest of a step, so that no command uses the checkpoint, and return its path. The files stay."""
+    """Rename the manifest of a step, so that no command uses the checkpoint. Return the new path. The files stay."""
     path = folder / f"quarantined-{uuid.uuid4().hex}.json"
     if is_bucket(folder):
         found = stored(folder / MANIFEST)
@@ -118,14 +121,14 @@ def quarantine(owner: Owner, folder: AnyPath) -> AnyPath:
             owner.delete_if(folder / MANIFEST, found.generation)
         return path
     owner.check()
-    (folder / MANIFEST).rename(path)  # A manifest that cannot be read can be renamed.
+    (folder / MANIFEST).rename(path)  # Renaming also works for a manifest that cannot be read.
     return path
 
 
 def remove(owner: Owner, path: AnyPath) -> None:
-    """Delete the checkpoint in a step's folder, or the quarantined one of a manifest of `quarantined_in`.
+    """Delete a checkpoint, given its step's folder, or its manifest if it is quarantined.
 
-    Of a folder behind a link, only delete the link.
+    If the folder is a symbolic link, delete only the link.
     """
     if QUARANTINED.fullmatch(path.name):
         owner.check()
@@ -142,24 +145,25 @@ def remove(owner: Owner, path: AnyPath) -> None:
 
 
 def remove_leftovers(owner: Owner, folder: AnyPath) -> list[str]:
-    """Delete what unfinished saves and removals in a run's `checkpoints` have left, and return the names of the steps.
+    """Delete the files of unfinished saves and removals in a run's `checkpoints` folder. Return the steps' names.
 
-    Not during a save.
+    Do not call this during a save.
     """
     removed = []
     for step in step_folders(folder):
-        with contextlib.suppress(UnreadableError):  # Reading the checkpoint raises it again.
+        with contextlib.suppress(UnreadableError):  # Reading the checkpoint later raises the error again.
             if _remove_leftovers(owner, step):
                 removed.append(step.name)
     return removed
 
 
 def _remove_leftovers(owner: Owner, folder: AnyPath) -> bool:
-    """Return whether something was deleted."""
+    """Delete the leftovers in one step's folder, and return whether there were any."""
     found = stored(folder / MANIFEST)
     if found is not None and is_note(found.content):
         return _clear(owner, folder, found.generation)
-    # Without a manifest, somebody has deleted it, or a former owner of a run in a bucket has written late.
+    # There is no note. If the manifest is missing too, a user deleted it, or a former owner of a run in a bucket wrote
+    # late.
     if found is None or not (names := unreferenced(folder)):
         return False
     owner.check()
@@ -168,9 +172,9 @@ def _remove_leftovers(owner: Owner, folder: AnyPath) -> bool:
 
 
 def _clear(owner: Owner, folder: AnyPath, generation: bytes | None) -> bool:
-    """Delete all files in a step's folder but those of quarantined checkpoints, then the folder if it is empty.
+    """Delete all files in a step's folder except those of quarantined checkpoints, then the folder if it is empty.
 
-    Do nothing, and return False, if the manifest no longer has the generation, because another process writes here.
+    Do nothing and return False if the manifest no longer has `generation`, because then another process writes here.
     """
     generation = owner.write_if(folder / MANIFEST, note(""), generation)
     if generation is None:
@@ -183,12 +187,12 @@ def _clear(owner: Owner, folder: AnyPath, generation: bytes | None) -> bool:
 
 def _remove_if_empty(folder: AnyPath) -> None:
     if not is_bucket(folder):
-        with contextlib.suppress(OSError):  # Other checkpoints are there.
+        with contextlib.suppress(OSError):  # The folder still has other checkpoints.
             folder.rmdir()
 
 
 def _delete(folder: AnyPath, names: Iterable[str]) -> None:
-    """Delete files, and folders with all files, in a step's folder."""
+    """Delete the named files and folders in a step's folder."""
     names = set(names)
     if is_bucket(folder):
         found = describe_below(folder) if names else ()

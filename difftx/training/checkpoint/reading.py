@@ -1,4 +1,4 @@
-"""Opening of checkpoints in `eval`, `generate` and `convert`, with the config that they were trained with."""
+"""Open a checkpoint for `eval`, `generate` or `convert`, with the config that it was trained with."""
 
 import contextlib
 import dataclasses
@@ -28,21 +28,21 @@ from difftx.training.run import Run
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, as read when it was opened, with the config for its reader."""
+    """An opened checkpoint, and the config to use with it."""
 
     manifest: Manifest
     part: WeightsPart  # Weights to read: the parameters, or their average.
-    config: Config  # Config of the training, with the present values of fields that do not change results.
+    config: Config  # Training config, with the run directory's values for fields that do not change results.
     run_config: Config  # Config of the run directory, with overrides from the command line.
 
     @property
     def weights(self) -> str:
-        """Identifier of the weights: that of the manifest, and "/ema" for the average."""
+        """Identifier of the weights: the manifest's, with "/ema" appended for the average."""
         return self.manifest.weights if self.part == "params" else f"{self.manifest.weights}/{self.part}"
 
 
 def open_checkpoint(manifest: Manifest, run_config: Config, part: WeightsPart = "params") -> Checkpoint:
-    """Return a checkpoint, without verifying it. `run_config` is as in `Checkpoint`.
+    """Open a checkpoint without verifying it. For `run_config`, see `Checkpoint`.
 
     Raise `UserError` if the checkpoint does not have the weights `part`.
     """
@@ -54,11 +54,12 @@ def open_checkpoint(manifest: Manifest, run_config: Config, part: WeightsPart = 
 
 
 def config_for_reader(trained: Config, run_config: Config) -> Config:
-    """Return the config `trained`, with the values of `run_config` for fields that change results only by rounding."""
+    """Return `trained`, but take the fields that affect results at most by rounding from `run_config`."""
     raw = values_of(trained)
     for change in changed_fields(trained, run_config):
         *groups, name = change.field.split(".")
-        # Accumulation and profiled steps must fit the rows and steps of the training.
+        # Keep `train` and `logging`, because accumulation and profiled steps must fit the rows and steps of the
+        # training.
         if change.is_neutral and groups[0] not in ("train", "logging"):
             group: Any = functools.reduce(operator.getitem, groups, raw)
             group[name] = change.new
@@ -66,10 +67,10 @@ def config_for_reader(trained: Config, run_config: Config) -> Config:
 
 
 def open_run(checkpoint: Checkpoint, checkpoints: Checkpoints, mesh: jax.sharding.Mesh | None = None) -> Run:
-    """Open the run of a checkpoint, with the checkpoint's config, except that its training data may have been moved.
+    """Open the run of a checkpoint with the checkpoint's config. The training data may have been moved since.
 
-    By default, `mesh` is that of the config over all devices. Raise `UserError` if neither location has the data of the
-    training.
+    The default `mesh` is the one in the config, over all devices. Raise `UserError` if the training data is neither at
+    its present location nor at its former one.
     """
 
     def opened(config: Config) -> Run:
@@ -81,7 +82,7 @@ def open_run(checkpoint: Checkpoint, checkpoints: Checkpoints, mesh: jax.shardin
 
 
 def open_sources(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Sources:
-    """Return the data that the checkpoint was trained on, which may have been moved, as `open_run` does."""
+    """Return the data that the checkpoint was trained on. Find it like `open_run` if it was moved."""
 
     def opened(config: Config) -> Sources:
         sources = load_sources(config.data, tokenizer)
@@ -92,7 +93,7 @@ def open_sources(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Sources:
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
-    """Return the tokenizer that the checkpoint was trained with, and a config with the tokenizer's present location."""
+    """Return the checkpoint's tokenizer, and its config with the tokenizer's present location."""
 
     def opened(config: Config) -> tuple[Config, Tokenizer]:
         tokenizer = load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text)
@@ -107,12 +108,13 @@ def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
 
 
 def _at_moved_data[T](checkpoint: Checkpoint, opened: Callable[[Config], T]) -> T:
-    """Return `opened(config)` with the data locations of the run directory's config, or else of the checkpoint's.
+    """Return `opened(config)`. Try the data locations of the run directory first, then those of the checkpoint.
 
-    `opened` raises `UserError` if a location has other contents than those of the training.
+    `opened` must raise `UserError` if a location does not have the data of the training.
     """
     data = checkpoint.config.data
-    with contextlib.suppress(UserError):  # The locations may be invalid with other fields of the checkpoint's config.
+    # The run directory's locations may be invalid together with the checkpoint's other fields.
+    with contextlib.suppress(UserError):
         locations = {name: getattr(checkpoint.run_config.data, name) for name in fields_with(DataConfig, Flag.LOCATION)}
         if (moved := dataclasses.replace(data, **locations)) != data:
             return opened(dataclasses.replace(checkpoint.config, data=moved))
@@ -120,8 +122,8 @@ def _at_moved_data[T](checkpoint: Checkpoint, opened: Callable[[Config], T]) -> 
 
 
 def data_changes(checkpoint: Checkpoint, signature: dict[str, Any]) -> list[str]:
-    """Return a text for each entry of the checkpoint's data signature that `signature` does not have."""
-    # The signature of an imported checkpoint has only the tokenizer, because the training data is not known.
+    """Describe each entry in the checkpoint's data signature that differs from `signature`."""
+    # The training data of an imported checkpoint is unknown, so its signature has only the tokenizer.
     trained = checkpoint.manifest.data
     return signature_changes(trained, {name: signature.get(name) for name in trained})
 

@@ -1,4 +1,4 @@
-"""Restoration of a checkpoint's config, train state and parameters. The checkpoint must have been verified."""
+"""Restore a checkpoint's config, train state and parameters. The checkpoint must have been verified."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def restore_state(manifest: Manifest, abstract: TrainState, mesh: jax.sharding.M
 def restore_params(manifest: Manifest, config: Config, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
     """Return the parameters of a valid checkpoint, sharded over `mesh` as in training with `config`.
 
-    `part` is the part of the train state that has them: "params", or their average "ema". Adapters are merged.
+    `part` selects the parameters, "params", or their average, "ema". Adapters are merged into the weights.
     """
     config = config.but(train=adapters_of(manifest, part))
     with jax.set_mesh(mesh):
@@ -42,10 +42,11 @@ def restore_params(manifest: Manifest, config: Config, mesh: jax.sharding.Mesh, 
 
 
 def _require_arrays(manifest: Manifest, wanted: Any, prefix: str = "") -> None:
-    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones."""
+    """Raise `UserError` unless the checkpoint's arrays with names that begin with `prefix` match `wanted`."""
     folder = manifest.folder
     saved = {name: array for name, array in manifest.arrays.items() if name.startswith(prefix)}
-    # Parameters come first, because users know their names. The optimizer's moments have the same mismatches.
+    # Report mismatched parameters first, because users know their names. The optimizer's moments have the same
+    # mismatches.
     ordered = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
     for name, (shape, dtype) in ordered:
         if saved.pop(name, None) != (shape, dtype):
@@ -58,7 +59,7 @@ def _require_arrays(manifest: Manifest, wanted: Any, prefix: str = "") -> None:
 
 
 def on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the abstract arrays with shardings over `mesh`. Arrays without a sharding are replicated."""
+    """Return the abstract arrays of `tree`, sharded over `mesh`. An array without a sharding is replicated."""
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()

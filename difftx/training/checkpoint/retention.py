@@ -1,4 +1,4 @@
-"""Selection of the checkpoints that a run keeps."""
+"""Select the checkpoints that a run keeps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,33 +11,34 @@ from difftx.files import size_of
 from difftx.json_files import read_json
 from difftx.training.checkpoint.manifest import Manifest
 
-# What a number was measured with: the fields of the config group `eval`, and the fingerprints of the validation sets.
+# How a result was measured: the fields of the config group `eval`, and the fingerprints of the validation sets.
 Basis = Mapping[str, Any]
 VALID = "validation sets"
-ROLLING = "rolling"  # Entry of the loader's state in the manifest of a rolling checkpoint.
+ROLLING = "rolling"  # Key in the loader's state that marks the manifest of a rolling checkpoint.
 
 
 def is_comparable(basis: Basis, other: Basis) -> bool:
-    """Return whether nothing shows that two numbers were measured differently."""
+    """Return whether two results may be compared: every entry that both bases have is equal."""
     return all(basis[name] == other[name] for name in basis.keys() & other.keys())
 
 
 def newest_and_every(config: CheckpointConfig, steps: Sequence[int]) -> set[int]:
-    """Return the steps, of the given ones in ascending order, that `keep` and `keep_every_steps` keep."""
+    """Return the steps that `checkpoint.keep` and `checkpoint.keep_every_steps` keep. `steps` must be ascending."""
     every = config.keep_every_steps
     return {*steps[-config.keep :], *(step for step in steps if every is not None and step % every == 0)}
 
 
 def steps_to_keep(config: CheckpointConfig, checkpoints: Mapping[int, Manifest], files: Path) -> set[int]:
-    """Return the steps of the checkpoints that the config keeps. `files` has the small files of the run.
+    """Return the steps whose checkpoints the config keeps. `files` is the folder with the run's small files.
 
-    A rolling checkpoint (`checkpoint.every_minutes`) is kept while it is the newest one, and does not count as another.
+    A rolling checkpoint (`checkpoint.every_minutes`) is kept only while it is the newest one, and does not count
+    towards `checkpoint.keep`.
 
-    `checkpoint.keep_best` considers only results with the basis (`Basis`) of the newest checkpoint: its validation sets
-    and its fields of `eval`. A user may have evaluated another text.
+    `checkpoint.keep_best` only compares results with the same validation sets and `eval` fields (`Basis`) as the newest
+    checkpoint, because a user may have evaluated on another text.
     """
     steps = sorted(step for step, checkpoint in checkpoints.items() if ROLLING not in checkpoint.loader)
-    # A rewind uses only regular checkpoints, so some of them are kept too.
+    # A rewind needs a regular checkpoint, so also keep the newest `keep` regular ones.
     regular = [step for step in steps if is_regular(checkpoints[step])]
     kept = newest_and_every(config, steps) | {*regular[-config.keep :]}
     if config.keep_best is not None and steps:
@@ -47,16 +48,16 @@ def steps_to_keep(config: CheckpointConfig, checkpoints: Mapping[int, Manifest],
         numbers = {step: each[0] for step, each in found.items() if each is not None and is_comparable(basis, each[1])}
         if numbers:
             best = min if config.keep_best_mode == "min" else max
-            kept.add(best(numbers, key=numbers.__getitem__))  # Among equally good steps, keep the newest one.
+            kept.add(best(numbers, key=numbers.__getitem__))  # If several steps are equally good, keep the newest.
     return kept | {max(checkpoints)} if checkpoints else kept
 
 
 def is_regular(checkpoint: Manifest) -> bool:
-    """Return whether a rewind may use a checkpoint, because an uninterrupted run would have written it too.
+    """Return whether a rewind may use a checkpoint: an uninterrupted run would have written it too.
 
-    Its step is a multiple of `checkpoint.every_steps` in its own config, because the run may since have continued with
-    another value, or it is the step with which the run began as a branch. A signal and the end of training also write
-    other checkpoints.
+    It is regular if its step is a multiple of `checkpoint.every_steps`, or if a branch began with it. `every_steps` is
+    read from the checkpoint, because the run's value may have changed since. Checkpoints written after a signal or at
+    the end of training are usually not regular.
     """
     step, every_steps = checkpoint.step, checkpoint.config["checkpoint"]["every_steps"]
     guard = checkpoint.loader.get("guard", {})
@@ -64,9 +65,9 @@ def is_regular(checkpoint: Manifest) -> bool:
 
 
 def number_of(files: Path, step: int, name: str) -> tuple[float, Basis] | None:
-    """Return an evaluated number such as "loss/perplexity" after a step, and its basis.
+    """Return a result such as "loss/perplexity" after a step, and its basis.
 
-    Return None if there is no result, or if the number is not finite.
+    Return None if there is no result, or if it is not finite.
     """
     suite, number = name.split("/")
     path = files / "evals" / suite / f"{step}.json"

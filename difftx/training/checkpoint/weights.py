@@ -1,4 +1,4 @@
-"""Checkpoints that have only parameters. They are written and read one layer at a time, to limit the use of memory."""
+"""Checkpoints that only have parameters. They are written and read one layer at a time to save memory."""
 
 import dataclasses
 import math
@@ -25,17 +25,17 @@ from difftx.training.checkpoint.manifest import (
     read_manifest,
 )
 
-CACHE_BYTES = 2**31  # Size of the cache for chunks that have several layers, as training saves them.
-STEP = 0  # Step of a checkpoint that difftx did not train.
+CACHE_BYTES = 2**31  # Cache for chunks that contain several layers, as training saves them.
+STEP = 0  # Step of an imported checkpoint.
 
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """An array, usually float32, that is read in blocks while it is written."""
+    """An array, usually float32, that is read in blocks of rows while it is written."""
 
     shape: tuple[int, ...]
-    rows: int  # Number of rows of a block, along the first axis. The last block may be smaller.
-    read: Callable[[slice], np.ndarray]  # Returns some rows.
+    rows: int  # Number of rows per block. The last block may be smaller.
+    read: Callable[[slice], np.ndarray]  # Returns the given rows.
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 (immutable)
 
     @property
@@ -47,16 +47,17 @@ class Streamed:
         return self.size * self.dtype.itemsize
 
     def parts(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield the rows and the values of each block."""
+        """Read the array block by block. Yield the row range and the values of each block."""
         for start in range(0, self.shape[0], self.rows):
             rows = slice(start, min(start + self.rows, self.shape[0]))
             yield rows, self.read(rows)
 
 
 def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, data: dict[str, Any]) -> Manifest:
-    """Write parameters, keyed by names such as "blocks/mlp/up_DF", as the checkpoint of step 0 of a new run.
+    """Write parameters as the checkpoint of step 0 of a new run, and return its manifest.
 
-    Return the checkpoint. `data` is the data signature for the manifest: {"tokenizer": fingerprint}.
+    The keys of `arrays` are names such as "blocks/mlp/up_DF". `data` is the data signature for the manifest:
+    {"tokenizer": fingerprint}.
     """
     folder, contents = workdir / "checkpoints" / str(STEP), uuid.uuid4().hex
     streamed = {f"params/{name}": array for name, array in arrays.items()}
@@ -80,7 +81,7 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
 
 
 class ParamsReader:
-    """A reader of a checkpoint's parameters, or of their average, that loads one layer at a time."""
+    """A reader that loads a checkpoint's parameters, or their average, one layer at a time."""
 
     def __init__(self, checkpoint: Manifest, part: WeightsPart = "params"):
         self._folder, self._part = checkpoint.contents, part
@@ -89,9 +90,9 @@ class ParamsReader:
         self._adapter: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def read(self, name: str, index: int | slice) -> np.ndarray:
-        """Return one layer of an array with all layers, or rows of another array, such as "embedding_VD".
+        """Return one layer of a stacked array, or rows of another array such as "embedding_VD".
 
-        An adapter of the array is merged into it.
+        If the array has an adapter, merge it into the result.
         """
         path = f"{LORA}/{name}"
         if f"{self._part}/{path}/a" not in self._names:
@@ -103,13 +104,13 @@ class ParamsReader:
         return weight + np.float32(self._alpha / a.shape[-1]) * np.einsum(product_subscripts(weight, a, b), a, b)
 
     def stored(self, name: str, index: int | slice) -> np.ndarray:
-        """Return a part of an array as `read` does, but a weight without its adapter."""
+        """Return a part of an array like `read`, but without its adapter."""
         if name not in self._opened:
             store = open_array(self._folder, f"{self._part}/{name}", cache_bytes=0)
             chunk = store.chunk_layout.read_chunk.shape
             if chunk is not None and chunk[0] != 1:
                 store = open_array(self._folder, f"{self._part}/{name}", cache_bytes=CACHE_BYTES)
-            self._opened = {name: store}  # Frees the cache of the previous array.
+            self._opened = {name: store}  # Drop the previous array to free its cache.
         part = read_part(self._folder, self._opened[name], index)
-        report_progress()  # A training may export its weights, which takes longer than a step.
+        report_progress()  # A training run may export its weights, which takes longer than a step. Reset the watchdog.
         return part
