@@ -1,4 +1,4 @@
-"""Configs of models with as many parameters as a Transformer, and a warning for a config that is not matched."""
+"""Match a config's parameter count to that of a Transformer, and warn if a config is not matched."""
 
 from ml_collections import ConfigDict
 
@@ -10,15 +10,15 @@ from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import ARCHITECTURES, heads_of
 
-MLP_MULTIPLE = 4  # `match` sets the width of the MLP to a multiple of this number, so that four devices can share it.
+MLP_MULTIPLE = 4  # `match` rounds the MLP width to a multiple of this number, so that four devices can shard it.
 
 
 def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
-    """Convert the config of a Transformer with `heads` heads to another architecture with as many parameters.
+    """Convert the config of a Transformer with `heads` heads to another architecture with equally many parameters.
 
-    `model.num_kv_heads` is that of the Transformer too. `SelfAttention.configure` sets the heads of the new
-    architecture. If its attention has more or fewer weights than the Transformer's, `model.mlp_dim` compensates,
-    because SwiGLU has 3 d_model weights per unit of its width. `model.matched` holds the Transformer.
+    On entry, `model.num_kv_heads` and `model.mlp_dim` are those of the Transformer. `SelfAttention.configure` sets the
+    heads of the new architecture. If its attention has more or fewer weights, `model.mlp_dim` compensates for them:
+    SwiGLU has 3 d_model weights per unit of width. `model.matched` records the Transformer's values.
     """
     c.model.matched.update(num_heads=heads, num_kv_heads=c.model.num_kv_heads, mlp_dim=c.model.mlp_dim)
     c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
@@ -31,10 +31,9 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
 
 
 def matching_warning(config: Config) -> str | None:
-    """Return a line on how a model differs from the one that `match` gives, or None if it does not differ.
+    """Return a warning if the model differs from the one that `match` would make, else None.
 
-    Changes after `match`, such as --config.model.d_model, may have undone the match. A changed `model.mlp_dim` may be
-    that of the Transformer too.
+    Flags that apply after `match`, such as --config.model.d_model, may have undone the match.
     """
     model = config.model
     if model.matched.num_heads is None:
@@ -61,7 +60,7 @@ def matching_warning(config: Config) -> str | None:
     if counts[0] != counts[1]:
         differences.append(f"{counts[0]:,} parameters, not {counts[1]:,}")
     flags = [f"--config.model.{name}={wanted[name]}" for name in names]
-    if not flags:  # A field that `match` does not know has added weights, such as `model.gdla.output_gate`.
+    if not flags:  # A field that `match` does not set has added weights, such as `model.gdla.output_gate`.
         width = model.mlp_dim - (counts[0] - counts[1]) / (3 * model.d_model * model.num_layers)
         flags = [f"--config.model.mlp_dim={MLP_MULTIPLE * round(width / MLP_MULTIPLE)}"]
     return (
@@ -71,15 +70,15 @@ def matching_warning(config: Config) -> str | None:
 
 
 def _matched_model(config: Config, mlp_dim: int | None) -> ModelConfig:
-    """Return the model of the config's architecture that matches a Transformer of its width."""
+    """Return the model config that `match` makes for this architecture and width."""
     model, matched = config.model, config.model.matched
     assert matched.num_heads is not None
     replaced, kv_heads = ARCHITECTURES[model.architecture].replaced_heads, model.num_kv_heads
     c = ConfigDict(values_of(config), type_safe=False)
     c.model.update({model.architecture: values_of(type(model.own)())} if model.own else {})
-    # The Transformer's number of key/value heads, or what a changed number of the model implies for the Transformer.
-    for of_transformer in (matched.num_kv_heads, kv_heads and kv_heads * replaced):
-        c.model.update({**default_specific_fields(), "num_kv_heads": of_transformer, "mlp_dim": mlp_dim})
+    # Try the recorded number of key/value heads first, then the number that the current config implies.
+    for transformer_kv_heads in (matched.num_kv_heads, kv_heads and kv_heads * replaced):
+        c.model.update({**default_specific_fields(), "num_kv_heads": transformer_kv_heads, "mlp_dim": mlp_dim})
         match(c, model.architecture, heads=matched.num_heads)
         if c.model.num_kv_heads == kv_heads:
             break
@@ -87,9 +86,9 @@ def _matched_model(config: Config, mlp_dim: int | None) -> ModelConfig:
 
 
 def _is_equal(model: ModelConfig, expected: ModelConfig) -> bool:
-    """Return whether two models have equal heads and, up to the rounding of `match`, equally many parameters.
+    """Return whether two models have equal heads and, up to the rounding in `match`, equally many parameters.
 
-    In `gda`, models with other numbers of signal heads per noise head have equal heads if all together are as many.
+    For `gda`, only the total number of heads must be equal, not the number of signal heads per noise head.
     """
     counts = [count_parameters(each).total for each in (model, expected)]
     heads = [(heads_of(each).sub_heads, heads_of(each).d_head, each.head_norm) for each in (model, expected)]
