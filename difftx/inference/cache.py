@@ -105,7 +105,7 @@ def extend(
 def extend_chunk(
     model: Decoder, cache: KVCache | None, start: jax.Array, tokens_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, Entries]:
-    """Call `extend` for one chunk of each row, which begins at position `start`. Tokens from `length_B` on are padding."""
+    """Call `extend` for the chunk of each row that begins at `start`. Positions from `length_B` on are padding."""
     positions_1T = start + jnp.arange(tokens_BT.shape[1])[None]
     segment_BT = jnp.where(positions_1T < length_B[:, None], 0, EMPTY)
     return extend(model, cache, jnp.minimum(start, length_B), tokens_BT, positions_1T, segment_BT)
@@ -168,7 +168,7 @@ def _write_to_evicted(cache: KVCache, entries: Entries, config: CacheConfig) -> 
         priority_LBKS = jnp.where(age_LBKS < recent, jnp.finfo(jnp.float32).max / (2 + age_LBKS), total_LBKS)
         priority_LBKS = jnp.where(position_LBKS == EMPTY, -1, priority_LBKS)
         slot_LBKT = jnp.argsort(priority_LBKS, axis=-1)[..., :T]
-        slot_LBKT = jnp.where((position_BT == EMPTY)[None, :, None], S, slot_LBKT)  # Slot S does not exist, so padding is dropped.
+        slot_LBKT = jnp.where((position_BT == EMPTY)[None, :, None], S, slot_LBKT)  # Slot S drops padding.
 
         def put(old, new):
             """Write `new`, `[L, B, T, K, …, W]`, to the chosen slots of `old`, `[L, B, K, …, S, W]`."""

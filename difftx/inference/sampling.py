@@ -28,7 +28,7 @@ class Sampling:
     repetition_penalty: float | None
     temperature: float  # Divides the logits. Below 1 / LARGEST, the most likely token is always chosen.
     top_k: int | None  # Number of most likely tokens to keep. None: all.
-    top_p: float | None  # Keep the smallest set of most likely tokens with a total probability >= top_p. None or 1: all.
+    top_p: float | None  # Keep the fewest most likely tokens with a total probability >= top_p. None or 1: all.
 
     def __post_init__(self):
         if not 0 <= self.temperature <= LARGEST:
