@@ -48,7 +48,7 @@ def load(
             tokenizer, such as an export of `difftx convert`. It may be in a bucket.
         step: The step of the checkpoint. By default, the newest valid checkpoint is loaded.
         weights: "params", or "ema" for their moving average.
-        extensions: Your files with which the run was trained, as for `--extension`.
+        extensions: The extension files that the run used, as for `--extension`.
 
     Raises:
         UserError: There is no such run or checkpoint, difftx cannot read the model in the folder, or an extension that

@@ -218,7 +218,7 @@ def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None
 
 
 def changed_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> list[str]:
-    """Describe the extensions whose contents have changed since `what` (a run, for example) recorded them.
+    """Describe which extensions have changed since `what` (a run, for example) recorded them.
 
     `recorded` has the "path" and "sha256" of each extension. Raise `UserError` if no loaded extension has this content
     or this file name. The recorded path is only printed, never executed, because another person may have written it.

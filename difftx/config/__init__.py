@@ -61,7 +61,7 @@ class Config(Group):
 
     @property
     def used_extensions(self) -> list[Extension]:
-        """The extensions (files of users) whose registry entries or config groups this config uses, sorted by path."""
+        """The user files (extensions) that define registry entries or groups of this config, sorted by path."""
         tasks = (path.removeprefix(SYNTHETIC) for path in self.data.paths)
         used = {
             "architecture": [self.model.architecture],

@@ -65,7 +65,7 @@ class Group:
 
 
 class Extensible(Group):
-    """A group to which extensions can add groups, such as `config.eval.bleu`.
+    """Base class of groups that extensions can extend with further groups, such as `config.eval.bleu`.
 
     If an added group is a plain dataclass, all its fields have the effect `effect`. If it is a `Group`, its fields
     state their effects. If `chosen_by` is the name of a field, a config has only the added group that this field names.
@@ -90,7 +90,7 @@ class Extensible(Group):
 def add_group(parent: type[Extensible], name: str, group: type) -> None:
     """Add the dataclass `group` to the schema, as the field `name` of the group `parent`.
 
-    Raise `UserError` if the name is taken, or if `group` is not a frozen dataclass whose fields all have defaults.
+    Raise `UserError` if the name is taken, or if `group` is not a frozen dataclass with defaults for all fields.
     """
     if name in types_of(parent):
         raise UserError(f"{parent.__name__} has a field {name!r} already; choose another name")
@@ -134,7 +134,7 @@ def types_of(group: type) -> dict[str, Any]:
     return {**_declared_types(group), **added_groups(group)}
 
 
-@functools.cache  # Evaluating 200 annotations takes longer than the rest of reading a config.
+@functools.cache  # Evaluating 200 annotations would dominate the time to read a config.
 def _declared_types(group: type) -> dict[str, Any]:
     hints = get_type_hints(group, include_extras=True)
     return {name: kind for name, kind in hints.items() if name != "extensions"}

@@ -75,7 +75,7 @@ class OptimizerConfig(fields.Extensible, effect=affects.Effect.TRAINING):
     eps: affects.Training[Positive[float]] = 1e-8
     """Term added to the denominator of Adam's update."""
     moment_dtype: affects.Training[Literal["float32", "bfloat16"]] = "float32"
-    """Format of the moments of AdamW and the momentum of Muon between updates. "bfloat16" saves 4 bytes of memory per
+    """Dtype in which AdamW's moments and Muon's momentum are stored. "bfloat16" saves 4 bytes of memory per
     parameter with AdamW. The moments are then rounded stochastically, so that their expected values are exact."""
     weight_decay: affects.Training[NotNegative[float]] = 0.05
     """Decoupled weight decay. It is multiplied by the learning rate."""
@@ -119,7 +119,7 @@ class TrainConfig(Group):
     """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
     over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""
     teacher: flag.Bucket[flag.Resume[affects.Training[str | None]]] = None
-    """Path of a checkpoint, or of a run with checkpoints, whose model is the teacher. The loss is then (1 - w) NLL +
+    """Checkpoint, or run with checkpoints, from which the teacher is loaded. The loss is then (1 - w) NLL +
     w t² KL(teacher ‖ model), with w = `distill_weight` and the temperature t = `distill_temperature` (arXiv
     1503.02531). None: no teacher."""
     distill_weight: affects.Training[UnitClosed] = 0.5

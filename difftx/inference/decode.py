@@ -93,7 +93,7 @@ class Rows:
     """The state of all rows of a batch between decoding steps. A step appends one token to each row."""
 
     cache: KVCache
-    x_BD: jax.Array  # Output of the last layer at each row's last token, from which the next logits are computed.
+    x_BD: jax.Array  # Output of the last layer at each row's last token. It determines the next token's logits.
     length_B: jax.Array  # Number of tokens in the row, int32. It is also the position of the next token.
     seen_BV: jax.Array  # Whether each token of the vocabulary occurs in the row, bool.
     seed_B: jax.Array  # Seed of the row's random samples, uint32.

@@ -1,4 +1,4 @@
-"""Convert a Transformer's weights to those of a differential model (docs/differentialize.md).
+"""Convert the weights of a Transformer to a differential architecture (docs/differentialize.md).
 
 All values of the Transformer are copied bit for bit. Weights that only the new architecture has are initialised as in a
 new model.

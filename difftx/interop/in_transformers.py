@@ -10,7 +10,7 @@ from difftx.errors import RunError
 from difftx.interop import remote_code_config
 from difftx.interop.fields import CONFIG
 
-TEXTS = 100  # Number of random texts, made of `PIECES`, on which two tokenizers are compared.
+TEXTS = 100  # Compare tokenizers on this many random texts, made of `PIECES`.
 PIECES = (
     *("the", " and", "'LL", "Words", "12345", " 3.14", "?!", "</p>", "def f(x):\n    return x[0]", "--"),
     *("\n", "\r\n", "  ", "\t", "\u00a0", "\u3000", "\u200b", "▁", "\x00", "\x1b[0m"),

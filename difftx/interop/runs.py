@@ -50,7 +50,7 @@ FORMATS: dict[Format, ModuleType] = {"hf": remote_code_config, "diffllama": hugg
 PROMPTS = 5  # Compare the greedy text of at least this many prompts.
 TOKENS = 64  # Compare logits on rows of at most this many tokens.
 TOLERANCE = 1e-4  # Largest difference relative to the largest logit, for differently ordered float32 sums.
-COMPARED_PARAMETERS = 500_000_000  # Do not compare larger models with the Transformer from which they were converted.
+COMPARED_PARAMETERS = 500_000_000  # After a conversion, compare logits only for models up to this size.
 
 
 def import_run(
@@ -237,7 +237,7 @@ def _differentialize(
 ) -> list[str]:
     """Convert a Transformer's checkpoint to the model of the config `new`, and write it to `folder`.
 
-    `config` is the Transformer's config. `read_data` opens the data on whose validation rows "dex" chooses heads.
+    `config` is the Transformer's config. `read_data` opens the data. "dex" chooses heads on its validation rows.
     """
     mesh = make_mesh(config.mesh)
     chosen_LH = None

@@ -114,7 +114,7 @@ def _backward(backend, window, sharding, residuals, dout_BTHE):
     call = functools.partial(backend.backward, window=window)
 
     def with_summed_keys(*operands, sharding):
-        """Sum the gradients of keys and values over the devices whose queries attended to them."""
+        """Call the backward pass. Sum the gradients of keys and values over devices, as each has other queries."""
         dq, dk, dv, *rest = call(*operands, sharding=sharding)
         return dq, sharding.scatter(dk), sharding.scatter(dv), *rest
 

@@ -37,7 +37,7 @@ class Slots(NamedTuple):
 
 
 class SegmentMask(NamedTuple):
-    """Segment, branch and position of each token (int32), from which the attention mask is computed.
+    """Segment, branch and position of each token (int32). They determine the attention mask.
 
     Branches are alternative continuations of the same cached context, in one row. A token attends to the cached keys of
     its segment, and to the new keys of its segment and branch up to itself. With a window, it attends only to keys at a

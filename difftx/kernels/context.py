@@ -1,4 +1,4 @@
-"""Context parallelism: attention over rows whose tokens are sharded along a mesh axis.
+"""Context parallelism: attention over rows that are split along their tokens over a mesh axis.
 
 Each device keeps its queries. In each layer, it gathers the keys and values of whole rows in text order. The queries
 are in text order or in zig-zag order. In zig-zag order, a row has 2n chunks, and device i of n holds chunks i and

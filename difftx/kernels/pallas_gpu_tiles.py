@@ -215,7 +215,7 @@ def _visible(mark_gmem, mark, q_tile, k_tile, window, queries_in_rows):
 def tile_ranges(segment_ids_BT, *, batch, tiles, window):
     """Return the range of key tiles for each query tile, and the range of query tiles for each key tile.
 
-    Pairs of tiles outside these ranges have no visible pair of tokens. Segment ids need not be sorted.
+    All token pairs outside these ranges are masked. Segment ids need not be sorted.
 
     Returns:
         keys: int32 [B, N, 2] of (first, full). Query tile n visits key tiles first..n. Tiles full..n-1 need no mask.

@@ -1,4 +1,4 @@
-"""Properties of the device to compile for: that of the current abstract mesh, by default JAX's default device."""
+"""Properties of the device to compile for: the current abstract mesh's device, or JAX's default device."""
 
 import re
 

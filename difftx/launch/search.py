@@ -1,4 +1,4 @@
-"""Search for meshes, remat policies and numbers of microbatches with which a step fits the devices' memory.
+"""Search for the mesh, remat policy and number of microbatches that make a step fit the devices' memory.
 
 Each attempt compiles the train step, which takes seconds to minutes. The search skips attempts that cannot be fastest.
 """

@@ -170,7 +170,7 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def configure(cls, c: ConfigDict, heads: int) -> None:
-        """Set the config fields in which the architecture differs from a Transformer with `heads` heads.
+        """Set the config fields of this architecture, given the config of a Transformer with `heads` heads.
 
         `difftx.model.matching.match` then adjusts `model.mlp_dim` so that both have equally many parameters.
         """
@@ -351,7 +351,7 @@ class SelfAttention(nnx.Module):
     def attention_weight_inputs(
         self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, constants: LayerConstants
     ) -> tuple[WeightFunction, jax.Array, jax.Array, jax.Array | None]:
-        """Return the weight function, queries, keys and weight argument from which analyses compute attention weights.
+        """Return what analyses need to compute attention weights: weight function, queries, keys, weight argument.
 
         Queries are `[B, T, H, G, d]` and keys `[B, T, K, G, d]`, where H counts the model's heads, as `combine` returns
         them. A subclass that overrides `combine` must override this method too.

@@ -22,7 +22,7 @@ from difftx.model.products import PRODUCT
 from difftx.parallel.layout import Layout, reshard
 
 UNROLLED_LAYERS = 8  # Models with at most this many layers may be unrolled instead of scanned (`Decoder.walk`).
-LAYER_INPUT = "layer_input"  # Name by which a remat policy refers to the input of a layer.
+LAYER_INPUT = "layer_input"  # Name of a layer's input in remat policies.
 # A function of a layer's output `[B, T, D]` and the layer's index from 1. It returns a new output, and a result that
 # `Decoder` collects.
 type Hook = Callable[[jax.Array, jax.Array], tuple[jax.Array, Any]]

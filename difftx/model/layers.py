@@ -86,7 +86,7 @@ class SwiGLU(nnx.Module):
         }
 
     def activation(self, gate_BTF: jax.Array) -> jax.Array:
-        """Return the factor by which `x W_up` is multiplied, computed from `x W_gate`."""
+        """Apply the activation function to `x W_gate`. The result is multiplied by `x W_up`."""
         return jax.nn.silu(gate_BTF)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -261,7 +261,7 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
     width = heads_of(config).d_head
     frequencies = config.rope_theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     c = config.rope_scaling
-    if c.factor != 1:  # Extend the context beyond that of pre-training, as in Llama 3.1 (arXiv 2407.21783).
+    if c.factor != 1:  # Adapt to a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783).
         rotations = frequencies * (c.original_max_position_embeddings / (2 * math.pi))  # Per original context.
         kept = jnp.clip((rotations - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor), 0, 1)
         frequencies = frequencies * (kept + (1 - kept) / c.factor)

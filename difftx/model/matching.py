@@ -1,4 +1,4 @@
-"""Match a config's parameter count to that of a Transformer, and warn if a config is not matched."""
+"""Give a model as many parameters as a Transformer, and warn if a config is not matched in this way."""
 
 from ml_collections import ConfigDict
 
@@ -31,7 +31,7 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
 
 
 def matching_warning(config: Config) -> str | None:
-    """Return a warning if the model differs from the one that `match` would make, else None.
+    """Return a warning if the model differs from the result of `match`, else None.
 
     Flags that apply after `match`, such as --config.model.d_model, may have undone the match.
     """
