@@ -70,7 +70,7 @@ def restart_with_huge_pages() -> None:
     """
     try:
         on_request = "[madvise]" in SETTING.read_text()
-    except OSError:  # This is not Linux, or a kernel without huge pages.
+    except OSError:  # Not Linux, or its kernel has no huge pages.
         return
     if not on_request or VARIABLE in os.environ or not sys.executable:
         return

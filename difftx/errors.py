@@ -19,7 +19,7 @@ EXIT_FAILED = 1  # Also Python's exit code after an exception.
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # A signal stopped the run. The same command resumes it. EX_TEMPFAIL in sysexits.h.
 MAX_MESSAGE_CHARACTERS = 1500  # Longer error messages are truncated.
-# Control characters except tab and newline, bidirectional controls, and surrogates, which UTF-8 cannot encode.
+# Control characters (except tab and newline), bidirectional controls, and surrogates, which UTF-8 cannot encode.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SOURCE = Path(__file__).parents[1]  # The source tree, or site-packages if difftx was installed without -e.
 

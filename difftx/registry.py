@@ -25,7 +25,7 @@ from difftx.errors import UserError, did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """A user's file that registered at least one entry."""
+    """A user's file that has registered at least one entry."""
 
     path: str
     sha256: str  # Hash of the file and of the modules and packages in its folder that it imports.
@@ -66,7 +66,7 @@ class Registry[T](Mapping[str, T]):
         return add
 
     def extension_of(self, name: str) -> Extension | None:
-        """Return the user's file that registered an entry, or None for an entry of difftx."""
+        """Return the user's file that registered an entry, or None if it is an entry of difftx."""
         return extension_of(self.kind, name)
 
     def check(self, names: Iterable[str]) -> None:
@@ -101,7 +101,7 @@ def record(kind: str, name: str) -> None:
 
 
 def extension_of(kind: str, name: str) -> Extension | None:
-    """Return the user's file that added an entry, or None for an entry of difftx."""
+    """Return the user's file that added an entry, or None if it is an entry of difftx."""
     path = _files.get((kind, name))
     return None if path is None else _extensions.get(path)
 

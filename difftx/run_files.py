@@ -80,7 +80,7 @@ def _push_regularly(owner: Owner, ended: threading.Event) -> None:
 
 
 class _Copy(Owner):
-    """A local copy of the small files of a run in a bucket."""
+    """A local copy of a run's small files, for a run in a bucket."""
 
     def __init__(self, workdir: BucketPath, lock: Owner = UNLOCKED):
         self._workdir = workdir

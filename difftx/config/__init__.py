@@ -1,4 +1,4 @@
-"""The config schema: frozen dataclasses that declare all config fields."""
+"""The config schema. Frozen dataclasses declare all config fields."""
 
 import dataclasses
 import json

@@ -33,7 +33,7 @@ class StageConfig(Group):
 
 
 class UpsamplingConfig(Group):
-    """Up-sampling of long documents within each source (§3.3 of the paper, arXiv 2402.10171)."""
+    """Draw long documents more often, within each source (§3.3 of the paper, arXiv 2402.10171)."""
 
     longer_than_tokens: affects.Training[Positive[int] | None] = None
     """Length in tokens above which a document counts as long. None: no up-sampling."""
@@ -69,7 +69,7 @@ class SyntheticConfig(Group):
 
 
 class DataConfig(Group):
-    """Training data, and the packing of documents into rows."""
+    """The training data, and how documents are packed into rows."""
 
     path: flag.Bucket[flag.Process[flag.Location[affects.Training[str | None]]]] = None
     """Path of a store written by `difftx prepare`, a text file or a glob of text files, "stdlib" for the source code of

@@ -205,7 +205,7 @@ class AttentionConfig(Group):
 
 
 class OutliersConfig(Group):
-    """Settings of suite `outliers`: magnitudes of attention logits and hidden states (Table 5 of the paper)."""
+    """Settings of suite `outliers`: largest magnitudes of attention logits and hidden states (Table 5 of the paper)."""
 
     tokens: affects.Evaluation[Positive[int]] = 400_000
     """Largest number of tokens of each validation set."""
@@ -214,7 +214,7 @@ class OutliersConfig(Group):
 
 
 class QuantizeConfig(Group):
-    """Settings of suite `quantize`: other suites with quantised attention (Figure 8 of the paper)."""
+    """Settings of suite `quantize`, which runs other suites with quantised attention (Figure 8 of the paper)."""
 
     bits: affects.Evaluation[NonEmptyUnique[tuple[Bits, ...]]] = (16, 8, 6, 4)
     """Numbers of bits from 2 to 16, or 4, 8 and 16 for "operands". With 16, as in Figure 8, nothing is quantised."""
@@ -239,7 +239,7 @@ class QuantizeConfig(Group):
 
 
 class CacheSuiteConfig(Group):
-    """Settings of suite `cache`: other suites with a compressed key/value cache."""
+    """Settings of suite `cache`, which runs other suites with a compressed key/value cache."""
 
     bits: affects.Evaluation[Unique[tuple[FewBits, ...]]] = (8, 4)
     """Numbers of bits, 8 or 4, of cached keys and values. (): none."""
@@ -254,7 +254,7 @@ class CacheSuiteConfig(Group):
 
 
 class TestConfig(Group):
-    """Settings of suite `test`: other suites on a test text."""
+    """Settings of suite `test`, which runs other suites on a test text."""
 
     path: flag.Bucket[flag.Location[affects.Evaluation[str | None]]] = None
     """Path of a store with the test text and no validation split (`difftx prepare --valid_fraction=0`)."""
@@ -301,7 +301,7 @@ class HarnessConfig(Group):
 
 
 class MathTaskConfig(Group):
-    """An entry of `eval.math.tasks`: problems in files of JSON lines, with the fields of a published format."""
+    """An entry of `eval.math.tasks`: problems in files of JSON lines, in the format of a published data set."""
 
     name: affects.Evaluation[str]
     """Name of the task in the results."""
@@ -345,7 +345,7 @@ class MathConfig(Group):
 
 
 class EvalConfig(fields.Extensible, effect=affects.Effect.EVALUATION):
-    """Evaluation during training, and the settings of all suites."""
+    """When and how to evaluate during training, and the settings of all suites."""
 
     every_steps: affects.Nothing[Positive[int]] = 1000
     """Number of steps between evaluations in the training loop. The last step is always evaluated."""

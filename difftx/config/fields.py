@@ -20,7 +20,7 @@ from difftx.registry import record
 
 GROUP = "config group"  # The kind under which `extension_of` looks up a group that an extension has added.
 _find: dict[type, Callable[[str], type | None]] = {}  # Group → function that returns a group to add, given its name.
-_added: dict[type, dict[str, type]] = {}  # Group → groups that extensions have added to it, by name.
+_added: dict[type, dict[str, type]] = {}  # Group → name → group that an extension has added under this name.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ _T = TypeVar("_T")
 _DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entries must differ")
 _AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
 
-# Types with rules. For example, `Positive[int]` is a positive integer, `Unique[tuple[int, ...]]` is a list of different
-# integers, and `NonEmptyUnique[tuple[int, ...]]` is a list of different integers with at least one entry.
+# Types with rules. Examples: `Positive[int]` is a positive integer. `Unique[tuple[int, ...]]` is a list of distinct
+# integers. `NonEmptyUnique[tuple[int, ...]]` is a list of distinct integers with at least one entry.
 Positive = Annotated[_T, Rule(lambda value: value > 0, " must be positive")]
 NotNegative = Annotated[_T, Rule(lambda value: value >= 0, " must not be negative")]
 Unique = Annotated[_T, _DISTINCT]
@@ -152,7 +152,7 @@ def options(annotation: Any) -> dict[Any, tuple[Rule, ...]]:
 
 
 def entry_type(annotation: Any) -> type | None:
-    """Return the dataclass of the list entries if the annotation is a list of groups, else None."""
+    """Return the dataclass of the entries if a field is a list of groups, else None."""
     kind = next(iter(options(annotation)))
     item = get_args(kind)[0] if get_origin(kind) is tuple else None
     return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None

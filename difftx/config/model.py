@@ -58,7 +58,7 @@ class CacheConfig(Group):
 
 
 class RopeScalingConfig(Group):
-    """Rotary frequencies for a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783)."""
+    """Lower rotary frequencies, for a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783)."""
 
     factor: affects.Function[Positive[float]] = 1.0
     """Divisor of low frequencies. 1: no scaling."""
@@ -259,7 +259,7 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
 
     @property
     def own(self) -> Any:
-        """The config group of the architecture, such as `model.top_k`, or None if it has none."""
+        """The architecture's own config group, such as `model.top_k`, or None if it has no such group."""
         return dict(self.extensions).get(self.architecture)
 
     @property

@@ -1,6 +1,6 @@
-"""Recipes: Python files with a function `get_config` that returns a `ConfigDict`, or configs in JSON.
+"""Load recipes: Python files with a function `get_config` that returns a `ConfigDict`, or configs in JSON.
 
-The recipes of difftx are in the package `difftx.configs`, the folder configs/. Recipes of users can be in any folder.
+The recipes of difftx are in the folder configs/, the package `difftx.configs`. Users' recipes can be in any folder.
 """
 
 import importlib

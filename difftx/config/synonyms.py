@@ -69,7 +69,7 @@ FLAG_SYNONYMS = {
 
 
 def flag_named(name: str) -> str | None:
-    """Return the flag of a command that another trainer calls `name`."""
+    """Return the command-line flag that another trainer calls `name`, or None."""
     return next((flag for flag, names in FLAG_SYNONYMS.items() if name in names.split()), None)
 
 

@@ -184,7 +184,7 @@ class MultihostConfig(Group):
 
 
 class GuardsConfig(Group):
-    """Detection of bad steps and the reaction to them.
+    """How to detect bad steps, and how to react to them.
 
     A step is bad if its loss is a spike, or if its update was skipped because the loss or the gradient was not finite.
     """

@@ -50,7 +50,7 @@ def capacity_for(tokens: int, config: CacheConfig) -> int:
 
 
 def capacity_of(cache: KVCache) -> int:
-    """Return the number of slots per row."""
+    """Return the number of slots per row in a cache."""
     return jax.tree.leaves(cache[0])[0].shape[-2]
 
 

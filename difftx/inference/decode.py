@@ -47,7 +47,7 @@ from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
 from difftx.training.state import graph, init_params
 
-MIN_CHUNK_TOKENS = 32  # Minimum number of tokens per row in a program for prompts.
+MIN_CHUNK_TOKENS = 32  # Smallest number of tokens per row for which a prefill program is compiled.
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
 ROOM_TOKENS = 1024  # A new cache has room for at most this many new tokens. When it grows, programs are compiled again.
 NO_TOKEN = -1  # Fills the rest of a block after a row has ended.

@@ -22,7 +22,7 @@ REQUESTS_PER_ROW = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and the settings of its completion."""
+    """A prompt, and settings for completing it."""
 
     prompt: Sequence[int]  # Token ids, at least one.
     new_tokens: int  # Largest number of new tokens.

@@ -25,7 +25,7 @@ class Class:
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Defaults of the config class for fields that config.json may leave out.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()  # Fields of config.json that have no effect.
+    ignored: tuple[str, ...] = ()  # Fields of config.json to ignore, because they do not affect the model.
 
 
 CLASSES = {

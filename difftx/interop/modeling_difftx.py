@@ -107,7 +107,7 @@ class DifftxConfig(PreTrainedConfig):
 
 
 class DifftxRMSNorm(nn.Module):
-    """RMSNorm over the last axis, in float32, with a gain unless `has_gain` is False."""
+    """RMSNorm over the last axis, computed in float32. It has a gain unless `has_gain` is False."""
 
     has_gain = True
 
@@ -295,7 +295,7 @@ class DifftxAttention(nn.Module):
         return heads.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
 
     def _lam_of_dex(self) -> torch.Tensor:
-        """Return the λ of each head, float32 `[H, 1]`."""
+        """Return λ for each head, float32 `[H, 1]`. It is 0 for heads that are not corrected."""
         progress = self.progress.detach().float()
         lam = (1 - progress) * progress * self.lambda_init + progress * self.dex_lambda.float()
         return (lam * self.chosen_heads.detach().float())[:, None]

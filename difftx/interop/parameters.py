@@ -100,7 +100,7 @@ def architectures_of(format_: Format) -> list[str]:
 
 
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
-    """Return the weights of a model. Outside of attention layers, all formats use Llama's names."""
+    """List the weights of a model in a format. All formats use Llama's names, except in attention layers."""
     architecture, is_own = ARCHITECTURES[model.architecture], format_ in ("hf", "motif")
 
     def layers(module: str, path: str, tensors: Mapping[str, tuple[str, str, str]]) -> list[Weight]:
@@ -248,7 +248,7 @@ def _require_equal(unembedding: Tensor, embedding: Tensor) -> None:
 
 
 def by_rows(shape: tuple[int, ...], read: Callable[[slice], np.ndarray]) -> Streamed:
-    """Return an array that is read in blocks of about `BLOCK_BYTES`."""
+    """Return an array that is read lazily, with `read`, in blocks of rows of about `BLOCK_BYTES`."""
     return Streamed(shape, min(shape[0], max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))), read)
 
 

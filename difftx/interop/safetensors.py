@@ -21,7 +21,7 @@ from difftx.training.checkpoint.weights import Streamed
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")  # float32 represents all values of these dtypes exactly.
-_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64"}  # Dtype → its name in a file that difftx writes.
+_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64"}  # Dtypes that difftx writes → name in the file.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,7 @@ _SHAPES = {
 
 log = logging.getLogger(__name__)
 
-_rankings: dict[str, Ranking] = {}  # The ranking that "auto" follows, by function.
+_rankings: dict[str, Ranking] = {}  # Attention function → the ranking of backends that "auto" follows.
 
 
 def diff_attention(
@@ -281,7 +281,7 @@ def use(ranking: Ranking) -> None:
 
 
 def rankings() -> Mapping[str, Ranking]:
-    """Return the rankings that "auto" follows, by function."""
+    """Return the measured rankings of backends that "auto" follows, by attention function."""
     return _rankings
 
 

@@ -49,7 +49,7 @@ class ShardedArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One implementation of an attention function, for the rows and heads that one device holds."""
+    """An implementation of an attention function. It computes the rows and heads of one device."""
 
     name: str
     # `forward(q, k, v, weight_argument, segment_ids, window=…)` returns the output. Queries and keys have the axis G.
@@ -67,7 +67,7 @@ class Backend:
     auto: bool = True  # Whether "auto" may select the backend.
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
-        """Return the reason why the backend cannot serve a call, or None."""
+        """Return why the backend cannot serve a call, or None if it can."""
         if self.whole_rows and call.sharding is not None:
             return f"it requires whole rows, but these rows are sharded along their tokens over {call.sharding.axis!r}"
         if self.is_pallas and (axes := automatic_axes(call.q)):

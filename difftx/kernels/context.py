@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 
 def is_explicit_mesh() -> bool:
-    """Return whether all axes of the current mesh are explicit, so that the types of arrays contain their shardings."""
+    """Return whether all axes of the current mesh are explicit. The types of arrays then contain their shardings."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.are_all_axes_explicit
 
@@ -35,7 +35,7 @@ def automatic_axes(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSharding:
-    """Sharding of rows along their tokens. The methods that take or return arrays must run inside `jax.shard_map`."""
+    """How rows are sharded along their tokens. Methods with array arguments must run inside `jax.shard_map`."""
 
     axis: str | tuple[str, ...]  # Mesh axis, or several axes (outermost first), that shard the tokens.
     devices: int  # Number of devices along `axis`, over which a row is split.
@@ -93,7 +93,7 @@ class SequenceSharding:
         return jnp.moveaxis(chunks_NBC, 0, 1).reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
 
     def scatter(self, x_BS: jax.Array) -> jax.Array:
-        """Sum `[B, S, …]` over all devices by a reduce-scatter and return this device's shard `[B, T, …]`."""
+        """Reduce-scatter: sum `[B, S, …]` over all devices and return this device's shard `[B, T, …]`."""
         B, S, *rest = x_BS.shape
         local = jax.ShapeDtypeStruct((B, S // self.devices, *rest), x_BS.dtype)
         return jax.linear_transpose(self.gather, local)(x_BS)[0]

@@ -63,7 +63,7 @@ def attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window)
 
 
 def unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why `attention` cannot serve a call, or None."""
+    """Return why `attention` cannot serve a call, or None if it can."""
     T, width, widest = call.q.shape[1], call.q.shape[-1], _widest_head()
     if target.platform() != "gpu":
         return f"cuDNN requires an NVIDIA GPU, and JAX runs on {target.platform()}"
@@ -98,7 +98,7 @@ def diff_attention_wide_values(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT
 
 
 def wide_values_unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why `diff_attention_wide_values` cannot serve a call, or None."""
+    """Return why `diff_attention_wide_values` cannot serve a call, or None if it can."""
     if reason := unsupported(call):
         return reason
     if call.segment_ids_BT is not None:

@@ -156,12 +156,12 @@ def _forward_call(  # noqa: C901 - Nested functions count.
                 if smem.p is None:
                     start: Any = plgpu.ACC.init(out)  # JAX annotates it as a reference. run_state returns an array.
                     return pl.run_state(lambda out_acc: plgpu.wgmma(out_acc, p, v_smem))(start)
-                smem.p[warpgroup] = p  # The interpreter supports neither operands in registers nor initial values.
+                smem.p[warpgroup] = p  # The interpreter does not support P in registers or initial accumulators.
                 plgpu.commit_smem()
                 return out + tiles.product(smem.p.at[warpgroup], v_smem)
 
             def add_product_during_softmax(i, out, p, maximum, total):
-                """Return out + P·V of tile i, and what `softmax` returns for tile i + 1."""
+                """Add P·V of tile i to `out` while computing `softmax` of tile i + 1. Return both results."""
                 v_smem, next_k_smem = smem.v.at[lax.rem(i, STAGES)], k_smem.at[lax.rem(i + 1, STAGES), warpgroup]
                 if smem.p is not None:
                     next_logits = tiles.product(q, next_k_smem.T)

@@ -98,7 +98,7 @@ def rows_of(tile):
 
 
 def product(a, b_smem):
-    """Multiply a tile in shared memory or registers by one in shared memory, and return float32 in registers."""
+    """Multiply a tile (in shared memory or registers) by a tile in shared memory. Return float32 in registers."""
 
     def run(accumulator):
         plgpu.wgmma(accumulator, a, b_smem)

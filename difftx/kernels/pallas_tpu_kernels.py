@@ -46,7 +46,7 @@ class Scalars(NamedTuple):
     """References in scalar memory. All kernels and index maps receive them."""
 
     visits: Any  # Packed visits in grid order.
-    offsets: Any = None  # For each chunk of queries: tile index in the row minus index on the device. None: whole rows.
+    offsets: Any = None  # Per chunk of queries: tile index in the row minus tile index on the device. None: whole rows.
     low: Any = None  # Lowest segment id of each tile of each batch row. None without segment ids.
     high: Any = None  # Highest segment id of each tile of each batch row. None without segment ids.
 
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileCall:
-    """Static parameters of a kernel call, known while JAX traces it."""
+    """Static parameters of a kernel call."""
 
     batch: int
     kv_heads: int
@@ -109,7 +109,7 @@ class TileCall:
 
     @functools.cached_property
     def visits(self):
-        """Packed visits of tiles in grid order, from `list_visits`."""
+        """The result of `list_visits` for this call: packed visits in grid order."""
         return list_visits(self.tiles, self.side, self.window, self.sharding, keys_outer=self.keys_outer)
 
     @property
@@ -209,12 +209,12 @@ def _visits_of(row_tiles, tiles, side, window, keys_outer):
 
 
 def query_tile(visit):
-    """Return the query tile of a packed visit, as an index on the device."""
+    """Return the index, among this device's query tiles, of a packed visit's query tile."""
     return (visit >> _QUERY_SHIFT) & _TILE_MASK
 
 
 def key_tile(visit):
-    """Return the key tile of a packed visit, as an index in the row."""
+    """Return the index, within the whole row, of a packed visit's key tile."""
     return (visit >> _KEY_SHIFT) & _TILE_MASK
 
 

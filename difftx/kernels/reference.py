@@ -1,4 +1,4 @@
-"""Reference attention by the formulas of `weight_functions.py`, in float32 or wider, with O(T²) memory.
+"""Reference attention, computed with the formulas in `weight_functions.py` in float32 or wider, with O(T²) memory.
 
 Tests compare all other backends with this module.
 """

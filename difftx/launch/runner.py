@@ -46,7 +46,7 @@ REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
 
 @dataclasses.dataclass
 class RunStatus:
-    """State and progress of one run of a sweep."""
+    """The state and progress of one run in a sweep."""
 
     point: SweepPoint
     workdir: AnyPath
@@ -54,7 +54,7 @@ class RunStatus:
     exit_code: int | None = None  # Exit code of the last process, or -N if signal N killed it.
     error: str = ""
     step: int = 0  # Newest step in metrics.jsonl.
-    train_loss: float | None = None  # Loss of the batch of that step, in nats per token.
+    train_loss: float | None = None  # Training loss at `step`, in nats per token.
     valid_loss: float | None = None  # Newest result of the suite "loss" during training, in nats per token.
     tokens_per_second: float | None = None  # Median over the newest attempt's rows.
 
@@ -94,7 +94,7 @@ class RunStatus:
         changes = [
             f"extension {change}" for change in changed_extensions(manifest.extensions, str(self.last_checkpoint))
         ]
-        if not changes:  # A changed extension may reject the run's config.
+        if not changes:  # Only then, as a changed extension may reject the config.
             fields = changed_fields(config_of(manifest), self.point.config)
             changes = [str(change) for change in fields if not change.is_neutral]
             stores = signature_of_stores(self.point.config.data)

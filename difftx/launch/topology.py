@@ -144,7 +144,7 @@ def prepare(topology: Topology) -> None:
 
 
 def has_cuda_plugin() -> bool:
-    """Return whether JAX's plugin for CUDA 13 is installed. It can compile for GPUs on a machine without one."""
+    """Return whether JAX's CUDA 13 plugin is installed. It can compile for GPUs on machines without a GPU."""
     return importlib.util.find_spec("jax_plugins") is not None and (
         importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
     )

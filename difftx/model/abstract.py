@@ -31,7 +31,7 @@ class Parameters:
 
 @functools.cache
 def abstract_parameters(config: ModelConfig) -> nnx.State:
-    """Return the shapes and dtypes of a `Decoder`'s parameters, with the metadata that the layers set."""
+    """Return the shapes, dtypes and metadata of a `Decoder`'s parameters."""
     with one_abstract_device():
         return nnx.state(nnx.eval_shape(lambda: Decoder(config, Layout(), rngs=nnx.Rngs(0))))
 

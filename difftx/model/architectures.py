@@ -44,7 +44,7 @@ find_groups(ModelConfig, lambda name: ARCHITECTURES[name].own_config if name in 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Numbers and widths of the heads of an attention layer."""
+    """How many heads an attention layer has, and how wide they are."""
 
     sub_heads: int  # Number of query/key sub-heads. If `model.head_dim` is not set, d is `model.d_model` / this number.
     query_heads: int  # Number of query vectors per token.

@@ -258,7 +258,7 @@ class SelfAttention(nnx.Module):
         segment_ids_BT: jax.Array | None,
         queries_BC: jax.Array,
     ) -> AttentionRows:
-        """Return the attention weights of the queries at the positions `queries_BC`."""
+        """Compute the attention weights of the queries at the row positions `queries_BC`."""
         q, k, _ = self.operands(x_BTD, angles, constants)
         weight_function, q, k, weight_argument = self.attention_weight_inputs(q, k, x_BTD, constants)
         options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": constants.window}

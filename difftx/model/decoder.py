@@ -253,12 +253,12 @@ class Decoder(nnx.Module):
         return self.config.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS
 
     def angles(self, length: int, positions_BT: jax.Array | None = None) -> Angles:
-        """Return the angles of the rotary embedding for rows of `length` tokens, by default at positions 0, 1, 2, …"""
+        """Return the angles of the rotary embedding. By default, tokens have the positions 0, …, `length` - 1."""
         positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
         return rotary_angles(positions, self.config)
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
-        """Return the input of the first layer, `[B, T, D]`."""
+        """Look up the token embeddings, the input of the first layer, `[B, T, D]`."""
         # Look up in float32: the gradient of a frequent token's embedding is a sum of thousands of terms.
         tokens_BT = reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)

@@ -29,7 +29,7 @@ class RMSNorm(nnx.Module):
         self.scale = vector(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the normalised `x`, in the dtype of `x`."""
+        """Normalise `x`. The result has the dtype of `x`."""
         return _scaled(normalized(x, self.eps), self.scale[...])
 
 
@@ -47,7 +47,7 @@ class HeadNorm(nnx.Module):
             self.scale = vector(initial[self.kind])
 
     def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
-        """Return the normalised outputs of the heads, in their dtype."""
+        """Normalise or scale the heads' outputs. The dtype stays the same."""
         if self.kind in ("rms", "rms_affine"):
             heads_BTHE = normalized(heads_BTHE, self.eps)
         if not hasattr(self, "scale"):
@@ -272,8 +272,8 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate each pair of channels i and i + d/2 of `x`, `[B, T, heads…, d]`, by angles `[B or 1, T, d/2]`.
 
-    Hugging Face uses the same pairs. The official code of the Differential Transformer rotates channels 2i and 2i + 1,
-    which is equivalent up to a permutation of the channels.
+    Hugging Face uses the same pairs. The official code of the Differential Transformer rotates channels 2i and 2i + 1.
+    Both are equivalent up to a permutation of the channels.
     """
     head_axes = tuple(range(2, x.ndim - 1))
     cos, sin = (jnp.expand_dims(a, head_axes) for a in angles)

@@ -22,7 +22,7 @@ class Adapted:
     scale: float
 
     def astype(self, dtype: Any) -> jax.Array:
-        """Return the merged weight in a dtype."""
+        """Return the merged weight W + A B in a dtype, like `jax.Array.astype`."""
         sharding = jax.typeof(self.weight).sharding.spec
         change = jnp.einsum(product_subscripts(self.weight, self.a, self.b), self.a, self.b, out_sharding=sharding)
         return (self.weight + self.scale * change).astype(dtype)

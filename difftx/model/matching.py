@@ -93,7 +93,7 @@ def _is_equal(model: ModelConfig, expected: ModelConfig) -> bool:
     counts = [count_parameters(each).total for each in (model, expected)]
     heads = [(heads_of(each).sub_heads, heads_of(each).d_head, each.head_norm) for each in (model, expected)]
     rounding = 3 * MLP_MULTIPLE * model.d_model * model.num_layers
-    vectors = sum(count_parameters(each).vectors for each in (model, expected))  # For example, λ may not be learned.
+    vectors = sum(count_parameters(each).vectors for each in (model, expected))  # λ, for example, may be fixed.
     return heads[0] == heads[1] and abs(counts[0] - counts[1]) <= rounding + vectors
 
 

@@ -15,7 +15,7 @@ from jax import P
 
 from difftx.kernels.context import is_explicit_mesh
 
-COMPUTE_DTYPE = "compute_dtype"  # Value of `model.matmul` for products in `model.compute_dtype`.
+COMPUTE_DTYPE = "compute_dtype"  # The value of `model.matmul` that selects products in `model.compute_dtype`.
 PRODUCT = "low_precision_product"  # Name of a product's result in remat policies.
 
 
