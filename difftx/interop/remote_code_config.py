@@ -67,7 +67,7 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         **{theirs: values[ours] for theirs, ours in NAMES.items()},
         OWN: {name: values[name] for name in ("num_heads", "num_kv_heads", "head_dim")} | _own_group(model),
         "num_attention_heads": heads.query_heads,
-        # The attention call concatenates keys until they are as wide as a value.
+        # A key/value head of the attention call has keys as wide as its values.
         "num_key_value_heads": heads.kv_heads * heads.groups * heads.d_head // heads.d_value,
         "num_noise_heads": heads.query_heads - model.num_heads or None,
         "head_dim": heads.d_value,
