@@ -163,7 +163,8 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
             spec.loader.exec_module(module)
     finally:
         _running.pop()
-        if is_new and not resolved.is_relative_to(folder):  # Functions of a file in this folder may import later.
+        # If the file is in this folder, keep the folder in sys.path, because the file's functions may import later.
+        if is_new and not resolved.is_relative_to(folder):
             sys.path.remove(folder)
     _modules[resolved] = module
     if resolved in _files.values():  # By now, the file has loaded the modules that it imports at its start.

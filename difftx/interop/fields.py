@@ -22,7 +22,8 @@ from difftx.json_files import TYPE_NAMES, read_json
 from difftx.model.architectures import check_attention, heads_of
 
 CONFIG = "config.json"
-# Fields that exports ignore: engines have their own cache, and the granularity needs `attention_logit_bits`.
+# Fields that exports ignore. Engines have their own cache. The granularity has no effect without
+# `attention_logit_bits`.
 NOT_OF_WEIGHTS = ("cache", "attention_logit_granularity")
 # Fields of config.json that do not change the logits in transformers, such as additions by SmolLM and Unsloth.
 HARMLESS = (

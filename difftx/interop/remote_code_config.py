@@ -14,7 +14,7 @@ from difftx.model.architectures import ARCHITECTURES, heads_of
 
 MODELING = Path(__file__).with_name("modeling_difftx.py")
 SERVABLE, EAGER = "DifftxForCausalLM", "DifftxEagerForCausalLM"
-OWN = "difftx"  # Field of config.json with further `model` fields: the heads as difftx counts them, and the own group.
+OWN = "difftx"  # Field of config.json for the heads as difftx counts them, and for the architecture's own group.
 SAME_NAMES = (
     *("architecture", "attention_bias", "qk_norm", "head_norm", "head_norm_eps"),
     *("lambda_init", "lambda_learned", "lambda_bound", "post_scale"),

@@ -114,7 +114,7 @@ def _backward(backend, window, sharding, residuals, dout_BTHE):
     call = functools.partial(backend.backward, window=window)
 
     def with_summed_keys(*operands, sharding):
-        """Call the backward pass. Sum the gradients of keys and values over devices, as each has other queries."""
+        """Call the backward pass. Sum dK and dV over devices, because each device has only some of the queries."""
         dq, dk, dv, *rest = call(*operands, sharding=sharding)
         return dq, sharding.scatter(dk), sharding.scatter(dv), *rest
 

@@ -60,7 +60,7 @@ def _softmax_attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, shardi
 
 
 def _kernel(X, T, R, side, *, window, is_fused, sharding) -> splash.SplashAttentionKernel:
-    """Return splash's kernel for one key/value head. With `is_fused`, one kernel computes all gradients, not two."""
+    """Return splash's kernel for one key/value head. With `is_fused`, one kernel instead of two computes gradients."""
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
         mask = splash_mask.LocalMask((X, X), (window - 1, 0), offset=0)

@@ -30,8 +30,8 @@ CHUNK_WEIGHTS = 2**20
 SPLIT_TOKENS = 128
 
 # `dot_general` returns the batch axes, then the free axes of the first operand, then those of the second. If the
-# subscripts name another order, `jnp.einsum` transposes the result. The orders below avoid transpositions, by JAX or
-# XLA's CPU backend, of arrays with an entry per pair of tokens. Such transpositions took half of the time.
+# subscripts name another order, `jnp.einsum` transposes the result. With the orders below, neither JAX nor XLA's CPU
+# backend transposes arrays with an entry per pair of tokens. Such transpositions took half of the time.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 

@@ -94,7 +94,7 @@ class RunStatus:
         changes = [
             f"extension {change}" for change in changed_extensions(manifest.extensions, str(self.last_checkpoint))
         ]
-        if not changes:  # Only then, as a changed extension may reject the config.
+        if not changes:  # Do not build the config with a changed extension, which may reject it.
             fields = changed_fields(config_of(manifest), self.point.config)
             changes = [str(change) for change in fields if not change.is_neutral]
             stores = signature_of_stores(self.point.config.data)

@@ -85,7 +85,7 @@ class BucketLock:
         begun, seen, since, announced = None, None, 0.0, False
         while True:
             found = objects.read_verified(self._path)
-            now = time.monotonic()  # After the read, during which the owner may renew the lock.
+            now = time.monotonic()  # Not before the read, because the owner may renew during the read.
             begun = now if begun is None else begun  # Do not count the first request, which may take seconds.
             generation = None if found is None else found.generation
             if generation != seen:

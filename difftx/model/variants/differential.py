@@ -42,7 +42,7 @@ class DiffAttentionV2(Attention):
 
     @classmethod
     def noise_heads(cls, config: ModelConfig) -> int:
-        """Return N, the number of noise heads: query heads that have their attention weights subtracted."""
+        """Return N, the number of noise heads, that is, of query heads with subtracted attention weights."""
         return config.num_heads
 
     @classmethod
@@ -212,7 +212,7 @@ class GroupedDiffAttention(DiffAttention):
         return jnp.concatenate([factor_LNRG[..., 0], factor_LNRG[:, :, :1, 1]], axis=-1)
 
     def project(self, x_BTD, angles):
-        """Return queries `[B, T, H, 2, d]`, which pair each signal query with its noise query, keys and values."""
+        """Return queries `[B, T, H, 2, d]` (each signal query with its noise query), keys and values."""
         q_BTNQd, k_BTKGd, v_BTKE = super().project(x_BTD, angles)
         return paired_queries(q_BTNQd, self.layout.act_BTHGd), k_BTKGd, v_BTKE
 
