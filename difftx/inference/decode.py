@@ -171,12 +171,12 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
     return rows, np.asarray(token_BN)
 
 
-def replaced(lm: LanguageModel, rows: Rows, new: Rows, places: Sequence[int]) -> Rows:
-    """Replace row `places[i]` of `rows` by row i of `new`, for each i."""
+def replaced(lm: LanguageModel, rows: Rows, new: Rows, row_indices: Sequence[int]) -> Rows:
+    """Replace row `row_indices[i]` of `rows` by row i of `new`, for each i."""
     capacity = max(capacity_of(x.cache) for x in (rows, new))
     rows, new = (dataclasses.replace(x, cache=grow(x.cache, capacity)) for x in (rows, new))
     source_B = np.full(len(rows.done_B), NO_ROW, np.int32)
-    source_B[list(places)] = np.arange(len(places))
+    source_B[list(row_indices)] = np.arange(len(row_indices))
     return _replaced(rows, new, put(lm.mesh, source_B))
 
 

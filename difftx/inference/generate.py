@@ -71,9 +71,9 @@ def generate(
             ended = [row for row, index in enumerate(active) if texts[index].ended_by]
             if waiting and 2 * len(ended) >= len(active):
                 taken, new_rows = prefilled(len(ended))
-                places = dict(zip(ended, taken, strict=False))
-                active = [places.get(row, index) for row, index in enumerate(active)]
-                rows = decode.replaced(lm, rows, new_rows, list(places))
+                request_of_row = dict(zip(ended, taken, strict=False))
+                active = [request_of_row.get(row, index) for row, index in enumerate(active)]
+                rows = decode.replaced(lm, rows, new_rows, list(request_of_row))
             unfinished = [index for index in active if not texts[index].ended_by]
             rows = decode.with_room(lm, rows, max(texts[index].room() for index in unfinished))
             rows, token_BN = decode.next_tokens(lm, rows, sampling)

@@ -119,8 +119,8 @@ def row_scores(
     for start in range(0, length, chunk):
         columns = slice(start, start + chunk)
         host = (decode.put(lm.mesh, x) for x in (tokens_BT[:, columns], length_B, targets_BT[:, columns]))
-        cache, of_chunk = _score_chunk(lm.weights, cache, np.int32(start), *host, config=lm.config)
-        chunks.append(of_chunk)
+        cache, chunk_scores = _score_chunk(lm.weights, cache, np.int32(start), *host, config=lm.config)
+        chunks.append(chunk_scores)
     nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in xs], axis=1) for xs in zip(*chunks, strict=True))
     return nll_BT, is_best_BT
 

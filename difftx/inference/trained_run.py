@@ -107,15 +107,15 @@ class TrainedRun:
             count = min(self.config.batch_rows // self.config.train.accumulation, max(1, BATCH_TOKENS // length))
             for batch in itertools.batched(indices, count):
                 tokens_BT = np.zeros((count, length + 1), np.int32)
-                for place, index in enumerate(batch):
-                    tokens_BT[place, : len(rows[index])] = rows[index]
+                for row, index in enumerate(batch):
+                    tokens_BT[row, : len(rows[index])] = rows[index]
                 mask_BT = np.ones((count, length), np.float32)
                 arrays = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:], "loss_mask": mask_BT}
                 sharding = jax.NamedSharding(self._lm.mesh, Layout().act_BT)
                 with jax.set_mesh(self._lm.mesh):
                     scored = batch_scores(graph(self.config), self._lm.params, make_batch(arrays, count, sharding))
                 nll_BT = jax.device_get(scored[0])
-                found |= {index: -nll_BT[place, : len(rows[index]) - 1] for place, index in enumerate(batch)}
+                found |= {index: -nll_BT[row, : len(rows[index]) - 1] for row, index in enumerate(batch)}
         return [found[index] for index in range(len(rows))]
 
     def attention(self, text: Text, *, layer: int) -> AttentionWeights:
@@ -125,7 +125,7 @@ class TrainedRun:
             raise UserError(f"layer={layer} must lie in 1 … {c.num_layers}")
         tokens_1T, length = self._padded(text)
         # Layers with the same position in the window pattern share a compiled program.
-        options: dict[str, Any] = {"config": self.config, "place": (layer - 1) % len(c.windows)}
+        options: dict[str, Any] = {"config": self.config, "pattern_index": (layer - 1) % len(c.windows)}
         with jax.set_mesh(self._lm.mesh):
             weights = jax.device_get(_attention(self._lm.params, tokens_1T, np.int32(layer - 1), **options))
         return jax.tree.map(lambda x_1HTS: x_1HTS[0, :, :length, :length], weights)
@@ -180,9 +180,11 @@ def _logits(graphdef: nnx.GraphDef, params: Any, tokens_BT: jax.Array) -> jax.Ar
     return nnx.merge(graphdef, params)(tokens_BT)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "place"))
-def _attention(params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, place: int) -> AttentionWeights:
-    """Return the attention weights of layer `index`. `place` is its position in the window pattern."""
+@functools.partial(jax.jit, static_argnames=("config", "pattern_index"))
+def _attention(
+    params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, pattern_index: int
+) -> AttentionWeights:
+    """Return the attention weights of layer `index`. `pattern_index` is its position in the window pattern."""
     model = model_of(config, params)
     queries_BC, angles = jnp.arange(tokens_BT.shape[1])[None], model.angles(tokens_BT.shape[1])
 
@@ -194,5 +196,5 @@ def _attention(params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: C
     block, constants, x_BTD = jax.tree.map(
         lambda x_L: jax.lax.dynamic_index_in_dim(x_L, index, keepdims=False), stacked
     )
-    constants = constants.of_layer(config.model, place)
+    constants = constants.of_layer(config.model, pattern_index)
     return AttentionWeights.of(block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC))

@@ -88,13 +88,13 @@ def read(fields: Fields) -> ModelConfig:
     fields.require("hidden_act", described.defaults.get("hidden_act", "silu"))
     implied = {**TRANSFORMER, **described.model}
     named = fields.named(NAMES, tie_word_embeddings=False)
-    of_heads = "attn_rms_norm_eps" if "attn_rms_norm_eps" in described.defaults else "rms_norm_eps"
+    head_norm_eps_field = "attn_rms_norm_eps" if "attn_rms_norm_eps" in described.defaults else "rms_norm_eps"
     model = {
         **implied,
         **named,
         **_heads(fields, implied["architecture"], named["d_model"]),
         **rope_fields(fields),
-        "head_norm_eps": fields.get(of_heads, float),  # DiffLlama has only one epsilon.
+        "head_norm_eps": fields.get(head_norm_eps_field, float),  # DiffLlama has only one epsilon.
     }
     if "sliding_window" in described.defaults:
         model["window"] = fields.read("sliding_window")["sliding_window"]

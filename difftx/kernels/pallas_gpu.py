@@ -140,8 +140,8 @@ def _forward_call(  # noqa: C901 - Nested functions count.
             def softmax(i, logits, maximum, total):
                 """Return P of tile i, the factors that rescale the output, and the new row maxima and row sums."""
                 logits = hide(logits, MASKED, visit.q_tile, visit.first + i, needed=visit.needs_mask(i))
-                of_tile = logits.max(axis=1) * logit_scale
-                new_maximum = jnp.where(of_tile > maximum + GROWTH, of_tile, maximum)
+                tile_maximum = logits.max(axis=1) * logit_scale
+                new_maximum = jnp.where(tile_maximum > maximum + GROWTH, tile_maximum, maximum)
                 rescale = jnp.exp2(maximum - new_maximum)
                 p = jnp.exp2(logits * logit_scale - tiles.across(new_maximum, logits))
                 return p.astype(dtype), rescale, new_maximum, total * rescale + p.sum(axis=1)

@@ -276,11 +276,11 @@ class Visit(NamedTuple):
 
 def visit_of(cta, keys_gmem, q_tiles):
     """Return the `Visit` of a CTA. Both CTAs of a pair visit all key tiles that either needs, as they share loads."""
-    of_pair = q_tiles - PAIR * (1 + cta.tile)  # Query tiles with the most keys start first.
-    q_tile = of_pair + lax.axis_index("pair")
-    first = lax.min(keys_gmem[cta.sequence, of_pair, 0], keys_gmem[cta.sequence, of_pair + 1, 0])
+    first_q_tile = q_tiles - PAIR * (1 + cta.tile)  # Query tiles with the most keys start first.
+    q_tile = first_q_tile + lax.axis_index("pair")
+    first = lax.min(keys_gmem[cta.sequence, first_q_tile, 0], keys_gmem[cta.sequence, first_q_tile + 1, 0])
     full = keys_gmem[cta.sequence, q_tile, 1] - first
-    return Visit(q_tile, first, full, q_tile - first, at_least_one(of_pair + PAIR - first))
+    return Visit(q_tile, first, full, q_tile - first, at_least_one(first_q_tile + PAIR - first))
 
 
 def load_for_pair(gmem, smem, barrier):

@@ -176,10 +176,10 @@ def list_visits(tiles, side, window, sharding=None, *, keys_outer):
     """
     if sharding is None:
         return _visits_of(np.arange(tiles), tiles, side, window, keys_outer)
-    of_chunk = np.arange(tiles // sharding.row_chunks)
+    tiles_in_chunk = np.arange(tiles // sharding.row_chunks)
     rows = []
     for device in range(sharding.devices):
-        row_tiles = [start + of_chunk for start in sharding.starts(device, len(of_chunk))]
+        row_tiles = [start + tiles_in_chunk for start in sharding.starts(device, len(tiles_in_chunk))]
         rows.append(_visits_of(np.concatenate(row_tiles), tiles, side, window, keys_outer))
     longest = max(map(len, rows))
     fillers = [np.full(longest - len(row), row[-1] & ~(2**_KEY_SHIFT - 1) | _EMPTY) for row in rows]

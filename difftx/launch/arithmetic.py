@@ -82,18 +82,18 @@ def _pallas_flops(equation: core.JaxprEqn, window: int | None) -> float:
     if params["cost_estimate"] is not None:
         return params["cost_estimate"].flops
     grid = params["grid_mapping"].grid
-    of_tile = executed_flops(params["jaxpr"])
+    tile_flops = executed_flops(params["jaxpr"])
     if "splash" not in str(params.get("name") or params.get("name_and_src_info")):
-        return of_tile * math.prod(grid)
+        return tile_flops * math.prod(grid)
     # JAX's splash attention has a grid over all square tiles of T × T, but computes only tiles that the mask leaves.
     if window is None:
-        return of_tile * math.prod(grid) * (grid[-1] + 1) / (2 * grid[-1])
+        return tile_flops * math.prod(grid) * (grid[-1] + 1) / (2 * grid[-1])
     avals: list[Any] = [v.aval for v in equation.invars]
     q, k, *_ = (a for a in avals if jnp.issubdtype(a.dtype, jnp.floating))
     side = params["grid_mapping"].block_mappings[0].block_shape[-2].block_size
     key_tiles = k.shape[-2] // side
     reach = min(key_tiles, (window - 2) // side + 2)  # Key tiles that a query tile sees, except at the start.
-    return of_tile * math.prod(q.shape[:-1]) / side * (reach - reach * (reach - 1) / (2 * key_tiles))
+    return tile_flops * math.prod(q.shape[:-1]) / side * (reach - reach * (reach - 1) / (2 * key_tiles))
 
 
 def _causal_flops(equation: core.JaxprEqn, window: int | None, *, rank: int, products: int) -> float:

@@ -64,8 +64,8 @@ class LayerConstants:
 
     def of_layer(self, config: ModelConfig, index: int) -> "LayerConstants":
         """Return these constants with `window` and `rotates` set for the layer `index`, counted from 0."""
-        place = index % len(config.windows)
-        return dataclasses.replace(self, window=config.windows[place], rotates=config.rotates[place])
+        position = index % len(config.windows)
+        return dataclasses.replace(self, window=config.windows[position], rotates=config.rotates[position])
 
 
 def layer_constants(config: ModelConfig) -> LayerConstants:
