@@ -6,8 +6,8 @@ from difftx.errors import run_command
 
 
 def main() -> int:
-    """Do what `difftx eval` does, and return its exit code."""
-    from difftx.commands import eval as command  # Imported here, so that `run_command` explains a missing package.
+    """Run `difftx eval` and return its exit code."""
+    from difftx.commands import eval as command  # Import here, so that `run_command` can explain a missing package.
 
     return command.main(sys.argv[1:], prog="eval.py")
 

@@ -6,8 +6,8 @@ from difftx.errors import run_command
 
 
 def main() -> int:
-    """Do what `difftx train` does, and return its exit code."""
-    from difftx.commands import train  # Imported here, so that `run_command` explains a missing package.
+    """Run `difftx train` and return its exit code."""
+    from difftx.commands import train  # Import here, so that `run_command` can explain a missing package.
 
     return train.main(sys.argv[1:], prog="train.py")
 

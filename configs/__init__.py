@@ -1,1 +1,1 @@
-"""Recipes: each file is the record of one experiment. Start with `base.py`."""
+"""Recipes. Each file is the record of one experiment. Start with `base.py`."""

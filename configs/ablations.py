@@ -3,7 +3,7 @@
 Command:  python train.py --config=configs/ablations.py:diff-no_norm --workdir=runs/ablations/diff-no_norm \
               --config.data.path=stores/corpus --config.eval.bigrams_path=bigrams
           python -m difftx sweep --config=configs/ablations.py --grid arm=transformer,diff --out=runs/ablations
-Protocol: that of configs/scaling.py at 1.4B: 24 layers of width 2,048, 40,000 steps of 0.25M tokens.
+Protocol: as configs/scaling.py at 1.4B: 24 layers of width 2,048, 40,000 steps of 0.25M tokens.
 Expected: validation loss, loss on AR-Hit tokens and loss on other tokens (suites loss and recall):
 
     transformer             16 heads of 128                        3.087  0.898  3.272
@@ -38,7 +38,7 @@ ARMS = {
 
 
 def get_config(arm: str = "diff") -> ConfigDict:
-    """Return the config of an arm, which is a row of Table 6 of the paper."""
+    """Return the config of an arm, that is, of a row in Table 6 of the paper."""
     base.require_known(arm, ARMS, ARG)
     c = scaling.get_config(f"{ARMS[arm].architecture}-1.4b")
     ARMS[arm].change(c)

@@ -1,9 +1,9 @@
-"""A recipe for any size: one number, the parameters of the model, decides its shape, batch and learning rate.
+"""A recipe for any size: the number of parameters determines the model's shape, batch size and learning rate.
 
 Command:  python train.py --config=configs/by_size.py:diff-25m --workdir=runs/diff-25m --config.data.path='corpus/*.txt'
-          (architecture diff, transformer or another value of `model.architecture`, all with as many parameters; gda
-          only at sizes with a multiple of 4 heads; size such as 0.8m, 25m or 1.3b, embeddings included). train.py
-          prints what the recipe has chosen before it trains, and with `--dry_run` it stops there.
+          (architecture: diff, transformer or another value of `model.architecture`, all with equally many parameters;
+          gda only at sizes with a multiple of 4 heads. Size: 0.8m, 25m, 1.3b, …, including embeddings.) train.py
+          prints what the recipe has chosen before it trains. With `--dry_run`, it stops there.
 Protocol: `_shape`, `_head_width` and `_schedule` below state each rule with its source.
 Expected: nothing here is tuned for differential models. At 0.8M parameters, the learning rate is 1.4 (transformer) and
           2.8 (diff) times the best one of configs/toy.py, which trains on fewer tokens.
@@ -18,11 +18,11 @@ from difftx.configs import base
 
 ARG = "{architecture}-{size}"  # Format of the recipe's argument; see base.py.
 
-FLOAT32_BELOW = 3_000_000  # Smaller models train on CPUs, most of which emulate bfloat16. Their rows are short.
-BYTES_BELOW = 100_000_000  # Smaller models read bytes, because an embedding of 100,000 tokens would outweigh the rest.
-# The width of a model divided by its number of layers: 51 to 128 in configs/small.py and in Table 10 of the paper.
+FLOAT32_BELOW = 3_000_000  # Smaller models use float32 and short rows: they train on CPUs, which emulate bfloat16.
+BYTES_BELOW = 100_000_000  # Smaller models read bytes: an embedding of 100,000 tokens would dominate their size.
+# Model width divided by the number of layers. It is 51 to 128 in configs/small.py and in Table 10 of the paper.
 ASPECT = 75
-TOLERANCE = 0.05  # Accepted deviation from the number of parameters.
+TOLERANCE = 0.05  # Accepted relative deviation from the requested number of parameters.
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556).
 
 
@@ -55,11 +55,11 @@ def _number(size: str) -> int:
 
 
 def _shape(parameters: int, vocab_size: int) -> tuple[int, int]:
-    """Return width and number of layers of the model that has the parameters and is closest to `ASPECT`."""
+    """Return width and depth of the model with this number of parameters whose aspect is closest to `ASPECT`."""
     found = []
     for d_model in range(64, 32_768, 64):
-        # A differential head is as wide as two heads of the Transformer. Large models have an even number of them, so
-        # that devices can share them.
+        # A differential head is as wide as two heads of the Transformer. Large models get an even number of
+        # differential heads, so that devices can shard them.
         if d_model % ((2 if d_model < 1024 else 4) * _head_width(d_model)):
             continue
         of_layer = 4 * d_model**2 + 3 * d_model * _mlp_dim(d_model)
@@ -76,19 +76,19 @@ def _mlp_dim(d_model: int) -> int:
 
 
 def _head_width(d_model: int) -> int:
-    """Return the width of a head, as in the paper from a width of 2,048 on.
+    """Return the width of a head. From a model width of 2,048 on, it is the paper's, 128.
 
-    The authors advise at least 8 differential heads of a width of 64 or more. Narrower models keep 8 heads where heads
-    of 32 allow it: from a width of 512 on.
+    The authors advise at least 8 differential heads of width 64 or more. In narrower models, heads of width 32 permit 8
+    heads from a model width of 512 on.
     """
     return 128 if d_model >= 2048 else 64 if d_model >= 1024 else 32
 
 
 def _schedule(c: ConfigDict, parameters: int) -> None:
-    """Set batch, number of steps and learning rate.
+    """Set batch size, number of steps and learning rate.
 
-    Batch and learning rate are power laws of the compute, 6 FLOPs per parameter and token (DeepSeek LLM, arXiv
-    2401.02954, §3.1). The warm-up is a tenth of the steps, and the learning rate then falls linearly to 0.
+    Batch size and learning rate are power laws of the compute, 6 FLOPs per parameter and token (DeepSeek LLM, arXiv
+    2401.02954, §3.1). The warm-up takes a tenth of the steps. The learning rate then falls linearly to 0.
     """
     tokens = TOKENS_PER_PARAMETER * parameters
     compute = 6 * parameters * tokens

@@ -1,4 +1,4 @@
-"""Causal controls for the differential model at 0.15M parameters: which of norm, gain and subtraction changes the loss?
+"""Causal controls for the differential model at 0.15M parameters: does norm, gain or subtraction change the loss?
 
 Paper:    arXiv 2410.05258; the protocol of §3.2 (equal parameters and tokens, the same data order, linear warm-up and
           decay). docs/preregistration.md states the questions, contrasts and tests.
@@ -23,10 +23,10 @@ from difftx.configs.base import Arm
 
 ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 
-# λ = 0: the code of differential attention computes the second attention weights, and multiplies them by zero.
+# With λ = 0, differential attention still computes the second attention weights, but multiplies them by zero.
 NO_SUBTRACTION = {"lambda_learned": False, "lambda_init": 0.0}
-GAIN = 2.0  # Gain of arms without an entry in TUNED.
-MEAN_FACTOR = 0.72  # Mean over the two layers of diff's factor 1 - λ_init, 0.8 and 0.64.
+GAIN = 2.0  # Gain of arms that have no entry in TUNED.
+MEAN_FACTOR = 0.72  # Mean of diff's factor 1 - λ_init over the two layers (0.8 and 0.64).
 
 # In the arms with a gain, `model.post_scale` is the constant gain.
 ARMS = {
@@ -44,8 +44,8 @@ ARMS = {
 TRANSFORMER_HEADS = 8
 ROWS_PER_UPDATE = 16  # On recall.
 
-NOVELS_RATE, RECALL_RATE = 8e-3, 2.5e-3  # Learning rates of arms without an entry in TUNED. The study starts from them.
-# Task → arm → the best fields on a seed that is not reported.
+NOVELS_RATE, RECALL_RATE = 8e-3, 2.5e-3  # Learning rates of arms that have no entry in TUNED.
+# Task → arm → the best field values, tuned on a seed that is not reported.
 TUNED: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "novels": {
         "transformer": {"optimizer.learning_rate": 8e-3},

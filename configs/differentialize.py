@@ -1,4 +1,4 @@
-"""Continued training of a Transformer, or of the differential model that `difftx convert --differential` made of it.
+"""Continued training of a Transformer, or of a differential model to which `difftx convert` has converted it.
 
 Command:  python -m difftx convert --from=difftx --to=difftx --input=runs/transformer --out=runs/zero_branch \
               --differential=zero-branch
@@ -6,10 +6,9 @@ Command:  python -m difftx convert --from=difftx --to=difftx --input=runs/transf
           python train.py --config=configs/differentialize.py:runs/transformer --workdir=runs/transformer-trained
           --config.train.teacher=runs/transformer makes the Transformer the teacher of the converted model.
           docs/differentialize.md explains these commands, and how to start from a model of Hugging Face.
-Protocol: the argument is a run directory. Model and data are those of that run, whose newest parameters are the initial
-          ones. Both models train on the same batches with the same settings. λ grows over `anneal_steps` updates.
-          The settings are those of DEX (arXiv 2505.16333), 887M tokens at a learning rate of 1e-4, as far as it states
-          them.
+Protocol: the argument is a run directory. Training starts from this run's newest parameters, with its model and data.
+          Both models train on the same batches with the same settings. λ grows over `anneal_steps` updates. The
+          settings are those that DEX (arXiv 2505.16333) states: 887M tokens at a learning rate of 1e-4.
 Expected: nothing is reproduced here yet. configs/toy_continued.py has studies with 0.1M to 0.8M parameters.
 """
 
@@ -25,7 +24,7 @@ ARG = "{run}"  # Format of the recipe's argument; see base.py.
 
 
 def get_config(run: str = "") -> ConfigDict:
-    """Return the config that continues a run directory. Without one, the config for `difftx convert --from=hf`."""
+    """Return the config that continues a run. Without `run`, return the config for `difftx convert --from=hf`."""
     c = base.get_config()
     c.optimizer.learning_rate = 1e-4
     c.optimizer.warmup_steps = 0.05

@@ -19,7 +19,7 @@ ARG = "{architecture}"  # Format of the recipe's argument; see base.py.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
-    """Return the config of an architecture. Set `checkpoint.init_from` on the command line to the run to continue."""
+    """Return the config of an architecture. On the command line, set `checkpoint.init_from` to the run to continue."""
     c = diff_3b.get_config(architecture)
     c.model.rope_theta = 640_000.0
     c.model.remat = "full"

@@ -42,5 +42,5 @@ def get_config(arg: str = "diff-stage1") -> ConfigDict:
         c.train.steps = 1908  # 2e9 tokens / 1,048,576 tokens per step, rounded up.
         c.checkpoint.every_steps = c.eval.every_steps = 100
         c.checkpoint.keep_every_steps = 100
-        c.eval.math.new_tokens = 16_384  # The context length, a limit for question and answer together.
+        c.eval.math.new_tokens = 16_384  # The context length, which question and answer share.
     return c

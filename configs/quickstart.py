@@ -38,5 +38,5 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.eval.every_steps = 100
     c.eval.loss_tokens = 65_536
     c.logging.every_steps = 1
-    base.choose(c, architecture, heads=4)  # Few, so that training takes minutes on a laptop.
+    base.choose(c, architecture, heads=4)  # Few heads, so that training takes minutes on a laptop.
     return c

@@ -24,9 +24,9 @@ from difftx.configs.base import Arm
 ARG = "{arm}-{data}"  # Format of the recipe's argument; see base.py.
 
 INSIDE = ("attention", "gradients", "outliers")  # Suites that analyse attention weights, gradients and hidden states.
-NEED_TEXT = ("hallucination",)  # Suites that require a model of text, so that they do not run on "retrieval".
-# λ = 1 in all layers throughout training. The factor after the head norm, by default 1 - λ_init, would then be 0, so it
-# is set to 0.2, its value at λ_init = 0.8.
+NEED_TEXT = ("hallucination",)  # Suites that require a text model, so they do not run on "retrieval".
+# λ = 1 in all layers throughout training. The default factor after the head norm, 1 - λ_init, would be 0. Use 0.2, its
+# value at λ_init = 0.8.
 LAMBDA_1 = {"lambda_learned": False, "lambda_init": 1.0, "post_scale": 0.2}
 
 ARMS = {
@@ -39,7 +39,7 @@ ARMS = {
     "sp2": Arm("diff", suites=("attention",)),  # Measures how sparse the attention weights are.
     "sp3": Arm("signed_mask", suites=("attention",)),  # Tests if a learned signed mask does as well.
     "q1": Arm("diff", LAMBDA_1),  # Fixes λ at 1, for comparison with `diff`, which learns one λ per layer.
-    "q2-scalar": Arm("diff", {"head_norm": "scalar"}),  # Measures the gain that is left without the head norm.
+    "q2-scalar": Arm("diff", {"head_norm": "scalar"}),  # Measures how much of the gain remains without the head norm.
     "q2-none": Arm("diff", {"head_norm": "none", "post_scale": 1.0}),
     "q3": Arm("transformer", {"num_heads": 32}),  # Tests if the gain comes from more, narrower heads.
     "q4": Arm("diff", suites=("hallucination",)),  # Tests if answers are truer, or only fewer.
@@ -65,7 +65,7 @@ def get_config(arg: str = "diff-text") -> ConfigDict:
     if data == "retrieval":
         c.model.vocab_size = c.data.synthetic.vocab_size
         c.data.path = "synthetic:retrieval"
-        c.data.tokenizer = "bytes"  # Not used. This one needs no download.
+        c.data.tokenizer = "bytes"  # The task does not use it. "bytes" needs no download.
         c.data.synthetic.train_examples = 1_000_000
         c.data.synthetic.distractors = 768
         c.data.sequence_length = 1024
@@ -73,5 +73,5 @@ def get_config(arg: str = "diff-text") -> ConfigDict:
         c.eval.suites = ("exact_match", *(suite for suite in arm.suites if suite not in NEED_TEXT))
     base.choose(c, arm.architecture, heads=16)
     arm.change(c)
-    c.checkpoint.keep_every_steps = c.eval.every_steps  # Keeps checkpoints for suites that are run later.
+    c.checkpoint.keep_every_steps = c.eval.every_steps  # Keep checkpoints for suites that you run later.
     return c

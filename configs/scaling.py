@@ -1,8 +1,8 @@
 """The paper's scaling sweep: five sizes of both architectures (arXiv 2410.05258, §3.2, Table 10, Figure 3a).
 
 Command:  python train.py --config=configs/scaling.py:diff-2.8b --workdir=runs/diff-2.8b --config.data.path='*.txt'
-          (architecture diff or transformer, or another value of `model.architecture`, which the paper does not have;
-          size 830m, 1.4b, 2.8b, 6.8b or 13.1b)
+          (architecture: diff, transformer, or another value of `model.architecture` that is not in the paper; size:
+          830m, 1.4b, 2.8b, 6.8b or 13.1b)
 Sizes:    the Transformer has 0.834, 1.410, 2.763, 6.837 and 13.084 billion parameters, the sizes of Table 10.
 Protocol: 40,000 steps of 0.25M tokens, 2,048 tokens per row, AdamW (0.9, 0.98), linear warm-up of 375 steps and linear
           decay.

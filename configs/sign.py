@@ -1,4 +1,4 @@
-"""The control by sign at 0.15M parameters: does it matter that differential attention subtracts its second map?
+"""The control by sign at 0.15M parameters: does it matter that differential attention subtracts A2, not adds it?
 
 Plan:     docs/preregistration_sign.md, which states the contrasts, tests and seeds. Nothing has run yet.
 Command:  python -m difftx sweep --config=configs/sign.py --grid task=novels arm=subtract,add seed=50,51 --out=runs/sign
@@ -20,8 +20,8 @@ from difftx.model.architectures import ARCHITECTURES
 from difftx.model.attention import DiffAttention
 
 ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
-LEARNED = {"lambda_bound": "sigmoid"}  # |λ| in (0, 1), as one number per layer.
-# 2 layers × 2 weights of 64 × 64 do not train, and 43 channels of an MLP with 3 × 64 weights each are as many.
+LEARNED = {"lambda_bound": "sigmoid"}  # |λ| lies in (0, 1), one value per layer.
+# Per layer, 2 weights of 64 × 64 do not train. 43 MLP channels, with 3 × 64 weights each, compensate for them.
 USED_PARAMETERS = {"mlp_dim": base.mlp_dim(64) + 43}
 
 
@@ -44,7 +44,7 @@ class UniformAttention(DiffAttention):
 
 
 def minus_mean(logits1_CS: jax.Array, logits2_CS: jax.Array, lam_C1: jax.Array) -> jax.Array:
-    """Return A1 - λ U. The second logits only tell which keys are visible."""
+    """Return A1 - λ U. `logits2_CS` only determines which keys are visible."""
     return difference(logits1_CS, jnp.where(logits2_CS > MASKED, 0.0, logits2_CS), lam_C1)
 
 

@@ -40,9 +40,9 @@ def get_config(arg: str = "books-10m-diff") -> ConfigDict:
     c.train.global_batch_tokens = 65_536
     c.checkpoint.every_steps = 200  # About once a minute, so that a killed run loses little work.
     TASKS[task](c)
-    c.optimizer.warmup_steps = c.train.steps // 4  # Long, for the reason in configs/toy.py. Not tuned.
+    c.optimizer.warmup_steps = c.train.steps // 4  # A long warm-up, for the reason in configs/toy.py. Not tuned.
     c.eval.every_steps = c.train.steps // 10
-    base.choose(c, arm.architecture, heads=16)  # diff then has 8, the fewest that the official code's notes recommend.
+    base.choose(c, arm.architecture, heads=16)  # diff then has 8, the minimum that the official code advises.
     arm.change(c)
     return c
 
@@ -51,7 +51,7 @@ def _recall(c: ConfigDict) -> None:
     c.model.vocab_size = c.data.synthetic.vocab_size
     c.data.sources = toy.RECALL
     c.data.synthetic.train_examples = 1_000_000
-    c.data.sequence_length = 512  # Must hold an example of the task retrieval, which has 385 tokens.
+    c.data.sequence_length = 512  # An example of the task retrieval has 385 tokens.
     c.train.steps = 4000
     c.eval.suites = ("loss", "exact_match", "attention")
 

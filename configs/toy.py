@@ -20,8 +20,8 @@ from difftx.configs import ablations, base
 
 ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 
-# Rows of "retrieval" ask for one of the keys among distractors. Rows of "mqar" ask for all keys, because one answer per
-# row is too weak a training signal for so few tokens.
+# Rows of "retrieval" ask for one of the keys among distractors. Rows of "mqar" ask for all keys, because with so few
+# training tokens, one answer per row is too weak a signal.
 RECALL = (
     {"name": "retrieval", "path": "synthetic:retrieval", "weight": 0.5},
     {"name": "mqar", "path": "synthetic:mqar", "weight": 0.5},
@@ -29,7 +29,7 @@ RECALL = (
 
 ARMS = {**ablations.ARMS, "diff_v2": base.Arm("diff_v2")}
 
-# Task → (d_model, number of layers). Recall needs two layers: one copies the previous token, the other finds the key.
+# Task → (d_model, number of layers). Recall needs two layers: one to copy the previous token, one to find the key.
 SIZES = {"books": (64, 2), "recall": (64, 2), "recall-easy": (64, 2), "books-0.8m": (128, 4)}
 
 # Task → arm → the best learning rate in the sweeps of `make study`.
@@ -72,7 +72,7 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
 def _recall(c: ConfigDict) -> int:
     """Set the fields of the task recall, and return the Transformer's number of heads."""
     c.model.rope_theta = 100.0  # Small, so that all rotary angles change noticeably within the short rows.
-    c.model.embedding_std = 0.5  # As large as the output of attention, so that tokens matter from the start.
+    c.model.embedding_std = 0.5  # As large as attention's output, so that tokens matter from the start.
     c.data.sources = RECALL
     c.data.synthetic.vocab_size = 64
     c.data.synthetic.pairs = 8
@@ -105,7 +105,7 @@ def _books(c: ConfigDict) -> int:
     c.eval.suites = ("loss", "recall", "outliers")
     c.eval.loss_tokens = 131_072
     c.eval.bigrams_path = "stores/books.bigrams"
-    c.eval.recall_max_bigram_count = 280_000  # For counts in all 114M bytes, as 1,250 in the training bytes.
+    c.eval.recall_max_bigram_count = 280_000  # As 1,250 in the training bytes: counts are over all 114M bytes.
     c.eval.outliers.tokens = 16_384
     return 8
 

@@ -1,4 +1,4 @@
-"""The second half of a toy study: a trained Transformer becomes differential and trains on.
+"""The second half of a toy study: a trained Transformer is converted to a differential model and trained further.
 
 Command:  python studies/differential_study.py --out=runs/study/differential
           trains the Transformers, converts them, and trains every arm from `checkpoint.init_from` on new data.
@@ -15,16 +15,16 @@ from difftx.configs.base import Arm
 
 ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 
-# Arm → model that `difftx convert --differential` makes of a Transformer. The first arm stays a Transformer.
+# Arm → the model to which `difftx convert --differential` converts a Transformer. The first arm stays a Transformer.
 ARMS = {
     "transformer": Arm("transformer"),
     "zero-branch": Arm("zero_branch", {"zero_branch": {"anneal_steps": 250}}),
     "dex": Arm("dex", {"dex": {"anneal_steps": 250}}),
     "split": Arm("diff", {"head_norm": "rms_affine"}),
 }
-# Task → recipe of its Transformer.
+# Task → the recipe with which its Transformer was trained.
 RECIPES = {"books-0.8m": toy, "recall": toy, "recall-easy": toy, "novels": controls}
-# Task → steps, of the Transformer and again of each arm.
+# Task → number of steps of the Transformer, and of each arm after it.
 STEPS = {"books-0.8m": 1000, "recall": 2000, "recall-easy": 2000, "novels": 2000}
 
 

@@ -15,11 +15,11 @@ from difftx.configs import base, toy
 
 ARG = "{task}-{arm}"  # Format of the recipe's argument; see base.py.
 
-# Size, which is the {task} of ARG → (d_model, number of layers). The first size is that of the base model.
+# Size (the {task} of ARG) → (d_model, number of layers). The first size is the base model's.
 SIZES = {"0.1m": (64, 2), "3m": (256, 4)}
 HEAD_DIM = 16
 ARCHITECTURES = ("transformer", "diff")
-MUP = "-mup"  # End of the arms that take over the base model's learning rate.
+MUP = "-mup"  # Ending of the arms that use µP, that is, the base model's learning rate.
 
 
 def get_config(arg: str = "3m-diff-mup") -> ConfigDict:

@@ -1,4 +1,4 @@
-"""difftx: training and evaluation of Differential Transformers in JAX (arXiv 2410.05258)."""
+"""difftx: train and evaluate Differential Transformers in JAX (arXiv 2410.05258)."""
 
 import importlib
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from difftx.layer import DiffAttention as DiffAttention
 
 __version__ = "0.1.0"
-# Public name → module that defines it, or None for a module of this package.
+# Public name → the module that defines it, or None if the name itself is a module of this package.
 _MODULES = {
     "AttentionLayer": "difftx.layer",
     "DiffAttention": "difftx.layer",
@@ -24,7 +24,7 @@ _MODULES = {
 }
 __all__ = list(_MODULES)
 
-# The wheel has the top-level folder configs/ as `difftx.configs`. In a clone that folder is next to this package.
+# `difftx.configs` is the folder configs/. A wheel contains it in this package. In a clone, it is next to this package.
 if not (Path(__file__).parent / "configs").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 

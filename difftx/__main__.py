@@ -32,7 +32,7 @@ def main() -> int:
 
 def entry() -> None:
     """Run the command and exit with its code."""
-    # `python -m` puts the current folder first. It may be a stranger's run, whose files must not be imported.
+    # `python -m` puts the current folder first in sys.path. Remove it, because it may contain files from strangers.
     if not sys.flags.safe_path and sys.path[0] == os.getcwd() != str(SOURCE):
         del sys.path[0]
     run_command(main)

@@ -1,4 +1,4 @@
-"""The functions of `import difftx`: train, load and evaluate models in Python, as the commands do."""
+"""The functions of `import difftx`, which train, load and evaluate models in Python like the commands of difftx."""
 
 import dataclasses
 import os
@@ -41,17 +41,17 @@ def load(
     weights: WeightsPart = "params",
     extensions: Sequence[PathLike] = (),
 ) -> TrainedRun:
-    """Load a model onto the first device. Several may be loaded at a time.
+    """Load a model onto the first device. You can load several models at a time.
 
     Args:
-        path: The directory of a run, `--workdir` of the training, or the folder of a model for transformers, such as an
-            export of `difftx convert`, with its tokenizer. It may be in a bucket.
-        step: The step of the checkpoint. The default is the newest one that is valid.
+        path: The directory of a run (`--workdir` of `difftx train`), or a model folder for transformers with its
+            tokenizer, such as an export of `difftx convert`. It may be in a bucket.
+        step: The step of the checkpoint. By default, the newest valid checkpoint is loaded.
         weights: "params", or "ema" for their moving average.
-        extensions: Your files that the run was trained with, as `--extension` names them.
+        extensions: The extension files that the run used, as for `--extension`.
 
     Raises:
-        UserError: There is no such run or checkpoint, difftx cannot read the model of the folder, or an extension that
+        UserError: There is no such run or checkpoint, difftx cannot read the model in the folder, or an extension that
             the run needs is not given.
     """
     load_extensions(extensions)
@@ -85,18 +85,18 @@ def train(
     """Train a model on all devices of this process, or resume a run, as `difftx train` does, and load the result.
 
     Args:
-        config: Name or file of a recipe, or the config.json of a run, as `--config` names it, such as
-            "quickstart:diff".
-        workdir: The directory of the run, in which an earlier call or command may have trained. It may be in a bucket.
-        extensions: Your files with architectures, suites, …, as `--extension` names them.
+        config: Name or file of a recipe, or the config.json of a run, as for `--config`, such as "quickstart:diff".
+        workdir: The directory of the run. If an earlier call or command has trained there, the run is resumed. It may
+            be in a bucket.
+        extensions: Your files with architectures, suites, …, as for `--extension`.
         allow_config_change: Whether to resume even if the model or the data have changed.
-        fields: Fields of the config (docs/config.md), by the last part of their names, such as `steps=200`, or in
-            their groups, such as `model={"d_model": 64}`. Values may be texts, as on the command line.
+        fields: Fields of the config (docs/config.md), given by the last part of their names, as in `steps=200`, or in
+            their groups, as in `model={"d_model": 64}`. Values may be texts, as on the command line.
 
     Raises:
         UserError: A field, the data or the workdir is not valid.
-        RunError: A signal stopped the training (its checkpoint is saved, and the same call resumes it), or the guards
-            did after too many bad steps.
+        RunError: A signal stopped the training (a checkpoint is saved, and the same call resumes the run), or the
+            guards stopped it after too many bad steps.
     """
     began = time.perf_counter()
     if isinstance(config, Mapping):
@@ -119,15 +119,15 @@ def train(
 def evaluate(
     run: TrainedRun, suites: str | Sequence[str], *, again: bool = False, **fields: Any
 ) -> dict[str, Mapping[str, Number]]:
-    """Evaluate the checkpoint of a run on its device, as `difftx eval` does, and return suite → name → number.
+    """Evaluate the checkpoint of a run on its device, as `difftx eval` does. Return the numbers by suite and name.
 
-    Results are also written to `evals/` in the directory of the run. A suite with a result for the same weights and
-    settings is not run again.
+    Results are also written to `evals/` in the directory of the run. A suite is not run again if there is a result for
+    the same weights and settings.
 
     Args:
-        run: A run from `difftx.load` or `difftx.train`. The data of its training must exist.
+        run: A run from `difftx.load` or `difftx.train`. Its training data must still exist.
         suites: Names of suites (docs/suites.md), such as "loss" or ["loss", "position"].
-        again: Whether to run suites that have a result.
+        again: Whether to run suites that already have a result.
         fields: Fields of the config group `eval`, such as `loss_tokens=4096` or `icl={"tasks": …}`.
 
     Raises:

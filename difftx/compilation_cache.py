@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache: the folder in which processes find the programs that earlier ones compiled."""
+"""JAX's persistent compilation cache: a folder with programs that earlier processes have compiled."""
 
 import hashlib
 import os
@@ -10,15 +10,15 @@ from difftx.errors import UserError
 
 
 def enable(where: str = "auto") -> None:
-    """Let this process and the processes that it starts read and write a cache of compiled programs.
+    """Enable the cache of compiled programs for this process and the processes that it starts.
 
-    This function does not import JAX, and it must run before JAX compiles its first program. The variables of JAX, such
+    Call this function before JAX compiles its first program. It does not import JAX. JAX's environment variables, such
     as JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE, take precedence over "auto".
 
     Args:
-        where: Path of the cache folder, "off" for no cache, or "auto" for a subfolder of the user's cache folder. JAX's
-            keys ignore the features of the CPU, and a home folder may serve several machines. So machines with
-            different CPU features use different subfolders.
+        where: Path of the cache folder, "off" for no cache, or "auto" for a subfolder of the user's cache folder. The
+            subfolder depends on the CPU's features, because JAX's cache keys ignore them and several machines may share
+            a home folder.
 
     Raises:
         UserError: `where` is a path, and no file can be created in that folder.
@@ -30,7 +30,7 @@ def enable(where: str = "auto") -> None:
         folder = user_folder / f"compiled-{features}" if where == "auto" else Path(where)
         if not _is_writable(folder):
             if where == "auto":
-                return  # As in a container whose user has no home. Programs are then compiled at each start.
+                return  # For example in a container without a home folder. Programs are then compiled at each start.
             raise UserError(f"train.compilation_cache={where}: no folder to write to; name another one, or use off")
         settings = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
     for name, value in settings.items():
@@ -38,12 +38,12 @@ def enable(where: str = "auto") -> None:
         if where == "auto" and variable in os.environ:
             continue
         os.environ[variable] = str(value)
-        if "jax" in sys.modules:  # JAX has read the variables already.
+        if "jax" in sys.modules:  # JAX has already read its environment variables.
             sys.modules["jax"].config.update(name, value)
 
 
 def _cpu_features(cpuinfo: Path) -> str:
-    """Return a hash of the machine's type and of the features that its CPU lists."""
+    """Return a hash of the machine type and the CPU's list of features."""
     features = platform.machine() + platform.processor()
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
@@ -52,7 +52,7 @@ def _cpu_features(cpuinfo: Path) -> str:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether the folder exists, possibly after this call, and files can be created in it."""
+    """Create the folder if it is missing. Return whether files can be created in it."""
     if str(folder).startswith("~"):  # The user has no home folder.
         return False
     try:

@@ -1,4 +1,4 @@
-"""The process of a command: huge pages, and streams for terminals that close, disks that fill and other encodings."""
+"""Prepare the process of a command: huge pages, and output streams that survive closed terminals and full disks."""
 
 import errno
 import io
@@ -9,25 +9,25 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-# XLA's CPU backend allocates the temporary buffers of a step at each step. With pages of 4 KiB, the kernel prepares
-# tens of thousands of pages each time, which takes a third of a step of the quickstart. Linux prepares 2 MiB at a time
-# if a process asks for it. glibc (2.35 and later) asks if this variable says so when the process starts.
+# XLA's CPU backend allocates its temporary buffers again in each step. With pages of 4 KiB, the kernel then prepares
+# tens of thousands of pages, which takes a third of a step of the quickstart. Huge pages of 2 MiB avoid this. glibc
+# (2.35 and later) requests them if this variable is set when the process starts.
 VARIABLE, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
-SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # Such as "always [madvise] never".
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # Contains, for example, "always [madvise] never".
 
 
 class Output(io.FileIO):
-    """A file such as standard output. After a failed write, it discards everything.
+    """A file such as standard output that discards all further output after a failed write.
 
-    A failure ends the command, unless the file is standard error or `is_needed` is False.
+    A failed write ends the command, unless the file is standard error or `is_needed` is False.
     """
 
-    is_needed = True  # Commands whose results are in files set this to False.
+    is_needed = True  # Commands that write their results to files set this to False.
 
     def write(self, data: Any, /) -> int:
-        """Write bytes. Raise an `OSError` with a file name, or `SystemExit` if the reader of a pipe has ended."""
+        """Write bytes. Raise `OSError` with the file's name, or `SystemExit` if the reader of a pipe has ended."""
         try:
-            while (count := super().write(data)) is None:  # A pipe that does not block is full.
+            while (count := super().write(data)) is None:  # None: a non-blocking pipe is full.
                 select.select((), (self,), ())
             return count
         except OSError as error:
@@ -43,7 +43,7 @@ class Output(io.FileIO):
 
 
 def protected(stream: TextIO) -> TextIO:
-    """Return a stream that writes to the file of `stream` as an `Output`, with "?" for what the encoding lacks."""
+    """Wrap the file of `stream` in an `Output`. Characters that the encoding lacks are written as "?"."""
     stream.flush()
     buffer = io.BufferedWriter(Output(stream.fileno(), "w", closefd=False))
     at_once = {name: getattr(stream, name) for name in ("line_buffering", "write_through")}
@@ -51,26 +51,26 @@ def protected(stream: TextIO) -> TextIO:
 
 
 def prepare_streams() -> None:
-    """Protect standard output and standard error, and make SIGHUP, the end of the terminal, act as SIGTERM."""
+    """Protect standard output and standard error, and handle SIGHUP (the terminal was closed) like SIGTERM."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # It is closed. Open a file, because the next one that is opened gets its number.
+        if stream is None:  # Closed. Occupy its file descriptor, so that no other file gets it.
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
         elif name != "stdin" and stream is getattr(sys, f"__{name}__"):  # Tests replace the streams.
             setattr(sys, name, protected(stream))
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores the signal.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # Under nohup, the signal stays ignored.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 def restart_with_huge_pages() -> None:
-    """Replace this process by the same command with huge pages, where Linux grants them on request.
+    """Restart this command with huge pages, if Linux provides them on request (madvise).
 
-    The new process keeps the same process id. Call this before the process does any work. If the user has set
-    GLIBC_TUNABLES, to any value, this function does nothing.
+    The process id stays the same. Call this before the process does any work. If the user has set GLIBC_TUNABLES, do
+    nothing.
     """
     try:
         on_request = "[madvise]" in SETTING.read_text()
-    except OSError:  # This is not Linux, or a kernel without huge pages.
+    except OSError:  # Not Linux, or its kernel has no huge pages.
         return
     if not on_request or VARIABLE in os.environ or not sys.executable:
         return

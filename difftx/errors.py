@@ -17,13 +17,13 @@ from difftx.console import prepare_streams, restart_with_huge_pages
 
 EXIT_FAILED = 1  # Also Python's exit code after an exception.
 EXIT_BAD_INPUT = 2
-EXIT_PREEMPTED = 75  # A signal stopped the run, and the same command resumes it. EX_TEMPFAIL in sysexits.h.
-MAX_MESSAGE_CHARACTERS = 1500  # Maximum number of characters of an error message. The rest is left out.
-# Control characters except tab and newline, bidirectional controls, and surrogates, which UTF-8 cannot encode.
+EXIT_PREEMPTED = 75  # A signal stopped the run. The same command resumes it. EX_TEMPFAIL in sysexits.h.
+MAX_MESSAGE_CHARACTERS = 1500  # Longer error messages are truncated.
+# Control characters (except tab and newline), bidirectional controls, and surrogates, which UTF-8 cannot encode.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SOURCE = Path(__file__).parents[1]  # The source tree, or site-packages if difftx was installed without -e.
 
-# Error codes of the operating system that the user can correct → what to do. Other errors may be temporary.
+# Operating system errors that the user can fix → what to do. Other errors may be temporary.
 FIXES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "change its permissions, or use another path",
@@ -35,13 +35,13 @@ FIXES = {
     **dict.fromkeys((errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP), "use another path"),
 }
 SPACE = (errno.ENOSPC, errno.EDQUOT)
-# Errors that may pass by themselves. They need no traceback, even if the operating system does not name the file.
+# Errors that may go away without a fix. They are shown without a traceback, even if the error names no file.
 TEMPORARY = (*SPACE, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
-_addresses: dict[str, str] = {}  # Argument `folder` of `note_copy` → `address`.
+_addresses: dict[str, str] = {}  # Local folder → address that messages show instead (`note_copy`).
 
 
 class _OneLineError(Exception):
-    """An error whose message becomes one printable line of bounded length, since it may quote untrusted files."""
+    """An error that is shown as one printable line of limited length, because it may quote untrusted files."""
 
     def __init__(self, message: str):
         line = printable(" ".join(message.splitlines()))
@@ -53,22 +53,22 @@ class UserError(_OneLineError, ValueError):
 
 
 class RunError(_OneLineError, RuntimeError):
-    """A failure of a command that the user did not cause, such as a full disk. The message names the cause."""
+    """A failure that the user did not cause, such as a full disk. The message names the cause."""
 
 
 class UnreadableError(RunError):
-    """A failure to read a file or folder, even after retries. The contents may be intact, and were not changed."""
+    """A file or folder could not be read, even after retries. Its contents may be intact and were not changed."""
 
 
 def note_copy(folder: str, address: str) -> None:
-    """Let messages name `address` in place of a local folder that has a copy of its files."""
+    """Make messages show `address` in place of the local folder that holds a copy of its files."""
     _addresses[folder] = address
 
 
 def printable(text: str) -> str:
-    r"""Make a text harmless for a terminal: control characters except \t and \n become escapes such as \x1b.
+    r"""Make a text safe to print to a terminal: escape control characters except \t and \n, for example as \x1b.
 
-    Replace the folders of `note_copy` by their addresses.
+    Also replace local copies of folders by their addresses (`note_copy`).
     """
     for folder, address in _addresses.items():
         text = text.replace(folder, address)
@@ -76,16 +76,16 @@ def printable(text: str) -> str:
 
 
 def read_error(error: BaseException, message: str) -> UserError | UnreadableError:
-    """Return the error for a failed read: an `UnreadableError` if the read may succeed later, else a `UserError`."""
+    """Convert the error of a failed read to an `UnreadableError` if the read may succeed later, else a `UserError`."""
     if isinstance(error, OSError) and error.errno in TEMPORARY:
         return UnreadableError(f"{message}; when that has passed, run the same command again")
     return UserError(message)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'X'?" for the known name that is most similar to `name`, or else all known names.
+    """Return a hint: " Did you mean 'X'?" if a known name is similar to `name`, or else a list of all known names.
 
-    If the names are not very similar, such as "export" and "report", return both.
+    If the names are only a little similar, such as "export" and "report", the hint has both.
     """
     known = sorted(known)
     close = closest(name, known)
@@ -94,25 +94,25 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the known name that is most similar to `name`, or None if none is."""
+    """Return the known name that is most similar to `name`, or None if no known name is similar."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), None)
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml into the running Python."""
-    # The command names the source tree, because a package index may have another project of the same name.
+    """Return the command that installs an extra of pyproject.toml for this Python."""
+    # Install from the source tree, because a package index may contain another project named difftx.
     source, where = (SOURCE, "") if (SOURCE / "pyproject.toml").is_file() else (".", " (in difftx's source tree)")
     return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(f'{source}[{extra}]')}{where}"
 
 
 def require_extra(module: str, extra: str) -> None:
-    """Raise `UserError` with the command that installs an optional library if it is missing. Do not import it."""
+    """Raise `UserError` with the install command if an optional library is missing. Do not import the library."""
     if importlib.util.find_spec(module) is None:
         raise UserError(f"{module} is not installed: {install_hint(extra)}")
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """Import an optional library, or raise `UserError` with the command that installs it."""
+    """Import an optional library. If it is missing, raise `UserError` with the install command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -120,7 +120,7 @@ def import_extra(module: str, extra: str) -> Any:
 
 
 def explained(error: BaseException) -> UserError | RunError | None:
-    """Return a `UserError` or `RunError` that explains an exception in one line, or None if it needs a traceback."""
+    """Convert an exception to a `UserError` or `RunError` that explains it in one line. None: show a traceback."""
     if isinstance(error, UserError | RunError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("difftx"):
@@ -147,20 +147,20 @@ def _how_to_get(module: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the `repr` of a value for a message. Of a SHA-256, return only the first digits."""
+    """Return the `repr` of a value for a message. Shorten a SHA-256 to its first digits."""
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's `main` and exit with its result. Print a known error as one line in place of a traceback."""
+    """Run a command's `main` and exit with its result. Print known errors as one line instead of a traceback."""
     restart_with_huge_pages()
     prepare_streams()
     try:
         try:
             code = main()
         finally:
-            sys.stdout.flush()  # At exit, Python would print a traceback if this failed.
-        if code == EXIT_PREEMPTED:  # A second signal during the exit handlers must not change the code.
+            sys.stdout.flush()  # If this failed at exit, Python would print a traceback.
+        if code == EXIT_PREEMPTED:  # Ignore further signals, which could change the exit code.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
         sys.exit(code)
@@ -171,6 +171,6 @@ def run_command(main: Callable[[], int]) -> None:
         print(f"error: {explanation}", file=sys.stderr, flush=True)
         if isinstance(error, UserError):
             sys.exit(EXIT_BAD_INPUT)
-        # Skip the exit handlers, in which a save that is in progress may print errors of its own.
+        # Skip the exit handlers, because a save that is still in progress might print further errors there.
         sys.stdout.flush()
         os._exit(EXIT_BAD_INPUT if isinstance(explanation, UserError) else EXIT_FAILED)

@@ -1,7 +1,7 @@
-"""Files and folders that are written completely or not at all, and reads with retries, on local disks and in buckets.
+"""Write files and folders atomically and read them with retries, on local disks and in buckets.
 
-All functions that read a file retry after temporary errors, and raise `UnreadableError` if every attempt fails.
-Functions with a parameter of type `AnyPath` also take paths in buckets (docs/storage.md).
+Functions that read a file retry after temporary errors, and raise `UnreadableError` if all attempts fail. Functions
+with a parameter of type `AnyPath` also accept paths in buckets (docs/storage.md).
 """
 
 import argparse
@@ -29,38 +29,38 @@ from difftx.storage import hub, objects
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket, path_of
 from difftx.storage.reading import open_object
 
-# Pauses between attempts to read, long enough for a file server to restart.
+# Pauses between read attempts. Together, they give a file server time to restart.
 RETRY_SECONDS = (0.2, 0.8, 2.0)
-ONE_REQUEST_BYTES = 32 * 2**20  # Size from which a file is uploaded to a bucket in parts.
+ONE_REQUEST_BYTES = 32 * 2**20  # Larger files are uploaded to a bucket in parts.
 
 
 def sha256_of(file: AnyPath) -> str:
-    """Return the SHA-256 of a file's content, as hexadecimal digits."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     with open_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-@functools.cache  # The source files may change during a run, which has loaded its modules already.
+@functools.cache  # Hash once: if the files change later, the process still runs the modules that it has loaded.
 def source_sha256(folder: Path = Path(__file__).parent) -> str:
-    """Return a SHA-256 of the names and contents of all Python files below a folder, except its `configs/`.
+    """Return a SHA-256 of the names and contents of all Python files below a folder, by default difftx's own.
 
-    The default folder is that of difftx, which has the recipes in `configs/` in a wheel, but not in a clone.
+    Leave out `configs/`, because the package contains this folder in a wheel but not in a clone.
     """
-    names = glob.glob("**/*.py", root_dir=folder, recursive=True)  # Three times as fast as Path.rglob.
+    names = glob.glob("**/*.py", root_dir=folder, recursive=True)  # Three times faster than Path.rglob.
     hashes = {name: sha256_of(folder / name) for name in sorted(names) if not name.startswith("configs/")}
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def require_local(name: str, path: str | Path) -> None:
     """Raise `UserError` if one of the comma-separated paths is in an object store, such as gs://bucket/run."""
-    slashes = "/" if isinstance(path, Path) else "//"  # A `Path` has lost one of the two slashes.
+    slashes = "/" if isinstance(path, Path) else "//"  # `Path` removes one of the two slashes.
     if re.search(f"(^|,)[A-Za-z][A-Za-z0-9+.-]+:{slashes}", str(path)):
         shown = re.sub(r":/(?!/)", "://", str(path))
         raise UserError(f"{name}={shown}: this path must be on this machine; copy the file, or mount the bucket")
 
 
 def require_local_paths(flags: argparse.Namespace) -> None:
-    """Raise `UserError` if a flag of type `Path` is the address of an object store."""
+    """Raise `UserError` if a flag of type `Path` is an address in an object store."""
     for name, value in vars(flags).items():
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path):
@@ -68,9 +68,9 @@ def require_local_paths(flags: argparse.Namespace) -> None:
 
 
 def require_writable(folder: AnyPath) -> None:
-    """Raise an `OSError` that names the cause, unless a folder is writable or can be created.
+    """Raise an `OSError` with the cause if a folder is not writable and cannot be created.
 
-    Raise `UserError` if the store of a bucket ignores the conditions of writes.
+    For a bucket, raise `UserError` if the store does not support conditional writes.
     """
     if is_bucket(folder):
         return objects.require_conditions(folder)
@@ -82,25 +82,25 @@ def require_writable(folder: AnyPath) -> None:
 
 
 def resolved(path: AnyPath) -> AnyPath:
-    """Return the absolute path of a local path without symbolic links, or the path of an object as it is."""
+    """Return a local path as an absolute path without symbolic links, and a path in a bucket unchanged."""
     return path if is_bucket(path) else path.resolve()
 
 
 def is_below(path: AnyPath, folder: AnyPath) -> bool:
-    """Return whether a path is a folder, or lies in it."""
+    """Return whether a path equals a folder or lies below it."""
     if is_bucket(path) or is_bucket(folder):
         return f"{path}/".startswith(f"{str(folder).rstrip('/')}/")
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def make_folder(path: AnyPath) -> None:
-    """Create a folder and its parents, unless it exists. Buckets have no folders."""
+    """Create a folder and its parents if they are missing. Do nothing for buckets, which have no folders."""
     if not is_bucket(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def require_writable_file(path: AnyPath) -> None:
-    """Raise an `OSError` that names the cause, unless a file can be written."""
+    """Raise an `OSError` with the cause if a file cannot be written."""
     if list_folder(path) if is_bucket(path) else path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     require_writable(path.parent)
@@ -122,8 +122,8 @@ def require_run(workdir: AnyPath) -> None:
 def new_file(path: AnyPath) -> Iterator[BinaryIO]:
     """Open a file under a temporary name. At the end of the block, sync it to disk and rename it to `path`.
 
-    If the block raises an exception, delete the file. A killed process leaves a file whose name begins with a dot.
-    For a bucket, the file is a local temporary file, which is uploaded at the end of the block.
+    If the block raises an exception, delete the file. A killed process leaves a file whose name begins with a dot. For
+    a bucket, write a local temporary file and upload it at the end of the block.
     """
     if is_bucket(path):
         with tempfile.TemporaryDirectory(prefix="difftx-") as folder:
@@ -146,7 +146,7 @@ def new_file(path: AnyPath) -> Iterator[BinaryIO]:
 
 
 def upload(path: BucketPath, source: Path) -> None:
-    """Create or replace an object with the content of a local file: small ones with one request."""
+    """Upload a local file to an object, which may exist. Small files need one request."""
     if source.stat().st_size <= ONE_REQUEST_BYTES:
         objects.write(path, source.read_bytes())
     else:
@@ -154,14 +154,14 @@ def upload(path: BucketPath, source: Path) -> None:
 
 
 def is_glob(path: AnyPath) -> bool:
-    """Return whether a path is a glob. The path of an existing file or folder is not, even if its name has brackets."""
+    """Return whether a path is a glob. If a file or folder has exactly this name, the path is not a glob."""
     if not glob.has_magic(str(path)):
         return False
     return not (list_folder(path) if is_bucket(path) else os.path.exists(path))
 
 
 def matching_folders(flag: str, pattern: str, file: str) -> list[AnyPath]:
-    """Return the folders that match a path or a glob and contain a file, in the order of their names."""
+    """Return the folders that match a path or glob and contain a file named `file`, sorted by name."""
     root = path_of(flag, pattern)
     if not is_bucket(root):
         names = sorted(glob.glob(pattern)) if is_glob(root) else [pattern]
@@ -186,7 +186,7 @@ def matching_folders(flag: str, pattern: str, file: str) -> list[AnyPath]:
 
 @contextlib.contextmanager
 def uploaded(folder: AnyPath) -> Iterator[Path]:
-    """Yield a folder for new files: `folder`, or a local one whose files the end of the block uploads."""
+    """Yield a local folder for new files: `folder` itself, or for a bucket one that is uploaded after the block."""
     if not is_bucket(folder):
         yield folder
         return
@@ -199,7 +199,7 @@ def uploaded(folder: AnyPath) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def appended(path: AnyPath) -> Iterator[Path]:
-    """Yield a file to append to: `path`, or a local copy that the end of the block uploads."""
+    """Yield a local file to append to: `path` itself, or for a bucket a copy that is uploaded after the block."""
     if not is_bucket(path):
         yield path
         return
@@ -214,7 +214,7 @@ def appended(path: AnyPath) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def downloaded(path: AnyPath) -> Iterator[Path]:
-    """Yield a folder with the files of a folder: `path`, or a local copy that the end of the block deletes."""
+    """Yield a local folder to read: `path` itself, or for a bucket a copy that is deleted after the block."""
     if not is_bucket(path):
         yield path
         return
@@ -228,8 +228,8 @@ def downloaded(path: AnyPath) -> Iterator[Path]:
 
 
 def local_name(folder: BucketPath, name: str) -> str:
-    """Return the name of an object below a folder. Raise `UserError` if it would lead out of a local folder."""
-    if name.startswith("/") or ".." in name.split("/"):  # Whoever may write to the bucket has chosen the name.
+    """Return an object's relative name. Raise `UserError` if a local path with this name would leave its folder."""
+    if name.startswith("/") or ".." in name.split("/"):  # Anyone with write access to the bucket can choose names.
         raise UserError(f"{folder}: the name of an object, {name!r}, is not a path below that folder; rename it")
     return name
 
@@ -238,10 +238,10 @@ def local_name(folder: BucketPath, name: str) -> str:
 def new_folder(path: AnyPath, last: str, after_each_upload: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Create a folder under a temporary name. At the end of the block, rename it to `path`.
 
-    If the block raises an exception, delete the folder. The next call deletes a folder that a killed process has left.
-    For a bucket, the folder is a local temporary folder. At the end of the block, its files are uploaded, the file
-    `last` at the end: without it, no command uses the folder. `after_each_upload` is called after each file. A killed
-    process leaves objects that the same command replaces. Raise `FileExistsError` if there are others.
+    If the block raises an exception, delete the folder. If a process is killed, the next call deletes its folder. For a
+    bucket, create a local temporary folder. At the end of the block, upload its files, and the file `last` after all
+    others: commands ignore a folder without it. Call `after_each_upload` after each file. If a process is killed during
+    the upload, the same command replaces its objects. Raise `FileExistsError` if there are other objects.
     """
     if is_bucket(path):
         with tempfile.TemporaryDirectory(prefix="difftx-") as made:
@@ -260,7 +260,7 @@ def new_folder(path: AnyPath, last: str, after_each_upload: Callable[[], None] =
 
 
 def is_taken(path: AnyPath, last: str) -> bool:
-    """Return whether there is a folder, so that `new_folder` cannot create it."""
+    """Return whether a folder exists already, so that `new_folder` would fail."""
     return size_of(path / last) is not None if is_bucket(path) else path.exists()
 
 
@@ -278,7 +278,7 @@ def _upload_folder(path: BucketPath, source: Path, last: str, after_each_upload:
 
 
 def remove_folder(path: AnyPath) -> None:
-    """Delete a folder with all files. It may be absent."""
+    """Delete a folder with all its files, if it exists."""
     if is_bucket(path):
         objects.delete(path / name for name in objects.describe_below(path))
     elif path.exists():
@@ -286,39 +286,38 @@ def remove_folder(path: AnyPath) -> None:
 
 
 def write_atomically(path: AnyPath, text: str) -> None:
-    """Write a file so that a crash leaves either the complete old text or the complete new text."""
+    """Replace a file's text atomically: after a crash, the file has either the old text or the new text."""
     with new_file(path) as file:
         file.write(text.encode())
 
 
 class Owner:
-    """A process that may write the files of a run. Each write first checks that this is still so.
+    """The right of this process to write the files of a run. Each write first calls `check`.
 
-    `check` raises an error if the process has lost the run. `folder` has the small files of the run: it is the folder
-    of a run on a disk, and a local copy for a run in a bucket (`run_files.py`). By default, no file can be read or
-    written there.
+    `check` raises an error if this process no longer owns the run. `folder` contains the run's small files: it is the
+    run directory itself, or for a run in a bucket a local copy (`run_files.py`). The default folder contains no files.
     """
 
     def __init__(self, folder: Path = Path(os.devnull), check: Callable[[], None] = lambda: None):
         self.folder, self.check = folder, check
 
     def push(self) -> None:
-        """Return when the store has all changes of the files in `folder`."""
+        """Upload all changed files in `folder`, if it is a local copy, and return when the store has them."""
 
     def write(self, path: AnyPath, text: str) -> None:
-        """Write a file as `write_atomically` does."""
+        """Check the ownership, then call `write_atomically`."""
         self.check()
         write_atomically(path, text)
 
     def write_if(self, path: AnyPath, content: bytes, generation: bytes | None) -> bytes | None:
-        """Write a file if it has the generation of `stored`, or if it is absent and `generation` is None.
+        """Replace a file if it still has this generation (see `stored`). If `generation` is None, create the file.
 
-        Return the new generation, or None if the file has another one. `content` must be unique to this call.
+        Return the new generation, or None if the condition does not hold. `content` must be unique to this call.
         """
         self.check()
         if is_bucket(path):
             return objects.write_if(path, content, generation)
-        found = read_file(path)  # The lock of a local folder outlasts a pause, so no other owner writes meanwhile.
+        found = read_file(path)  # The folder is locked, so no other owner can write in between.
         if found != generation:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -327,7 +326,7 @@ class Owner:
         return content
 
     def delete_if(self, path: AnyPath, generation: bytes) -> None:
-        """Delete a file if it has the generation. It may be absent."""
+        """Delete a file if it exists with this generation."""
         self.check()
         if is_bucket(path):
             objects.delete_if(path, generation)
@@ -335,13 +334,13 @@ class Owner:
             path.unlink()
 
 
-UNLOCKED = Owner()  # The owner of files that no lock protects.
+UNLOCKED = Owner()  # For files that no lock protects.
 
 
 def stored(path: AnyPath) -> objects.Stored | None:
-    """Return the content of a file and its generation, which changes with the content, or None if it is absent.
+    """Return a file's content and generation, or None if it is absent. The generation changes with the content.
 
-    The content of an object is not verified (`objects.read`).
+    For a bucket, the caller must verify the content (see `objects.read`).
     """
     if is_bucket(path):
         return objects.read(path)
@@ -350,7 +349,7 @@ def stored(path: AnyPath) -> objects.Stored | None:
 
 
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
-    """Delete temporary files and folders of killed processes on this host, or only those for the path `name`."""
+    """Delete temporary files and folders of killed processes on this host, or only those made for the path `name`."""
     wanted = ".+" if name is None else re.escape(name)
     temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
     for path in folder.iterdir():
@@ -360,38 +359,38 @@ def remove_temporaries(folder: Path, name: str | None = None) -> None:
 
 
 def _is_running(process: int) -> bool:
-    """Return whether another process of this host has the id `process`."""
-    if process == os.getpid():  # A process of a restarted container may have had the same id.
+    """Return whether another process on this host has the id `process`."""
+    if process == os.getpid():  # In a restarted container, an earlier process may have had the same id.
         return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # Another user's process, or not a process id.
+    except (PermissionError, OverflowError):  # Another user's process, or an invalid process id.
         return True
     return True
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the path under which this process writes `path` before it is complete."""
-    # The name includes the host, because containers that share a folder may use the same process id.
+    """Return the temporary path that this process uses until `path` is complete."""
+    # Include the host in the name, because containers that share a folder may use the same process id.
     return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
 
 
 def remove_file(path: AnyPath) -> None:
-    """Delete a file that may be absent."""
+    """Delete a file if it exists."""
     objects.delete([path]) if is_bucket(path) else path.unlink(missing_ok=True)
 
 
 def retry_read[T](path: Path, read: Callable[[], T]) -> T:
-    """Return `read()`. Call it again after an `OSError` that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
+    """Call `read` until it succeeds. Retry after errors that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
 
-    `read` must open `path` in every call, because a stale file handle remains stale.
+    `read` must open `path` in each call, because a stale file handle stays stale.
     """
     for pause in (*RETRY_SECONDS, None):
         try:
             return read()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # Waiting does not resolve these.
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # Retrying does not help.
             raise
         except OSError as error:
             if pause is None:
@@ -402,7 +401,7 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
 
 
 def open_file(path: AnyPath | hub.HubFile) -> io.BufferedReader:
-    """Open a file for reading, from the start or from any position."""
+    """Open a seekable file for reading."""
     if isinstance(path, hub.HubFile):
         return io.BufferedReader(hub.HubReader(path), hub.REQUEST_BYTES)
     return open_object(path) if is_bucket(path) else path.open("rb")
@@ -429,7 +428,7 @@ def size_of(path: AnyPath) -> int | None:
     """Return the size of a file in bytes, or None if `path` is not an existing regular file."""
     if is_bucket(path):
         return found.size if (found := objects.describe(path)) else None
-    # `Path.is_file` would return False if it cannot tell whether the file exists. This function raises an error.
+    # Do not use `Path.is_file`, which returns False if an error prevents it from finding out. Raise that error.
     try:
         status = retry_read(path, path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -438,7 +437,7 @@ def size_of(path: AnyPath) -> int | None:
 
 
 def describe_below(folder: AnyPath) -> dict[str, objects.Description]:
-    """Return size and, in a bucket, checksums of all files below a folder, by their paths relative to it."""
+    """Return the size and, in a bucket, the checksum of all files below a folder, by relative path."""
     if is_bucket(folder):
         return objects.describe_below(folder)
     found = {}
@@ -451,9 +450,9 @@ def describe_below(folder: AnyPath) -> dict[str, objects.Description]:
 
 
 def list_folder(path: AnyPath) -> dict[str, bool]:
-    """Return each name in a folder, with True for folders and symbolic links. An absent folder has no names.
+    """Return the names in a folder, each with True for folders and symbolic links. Return {} if it is absent.
 
-    Raise `UserError` if `path` is a file, and `UnreadableError` if it is a link whose target does not exist.
+    Raise `UserError` if `path` is a file, and `UnreadableError` if it is a link to a missing target.
     """
     if is_bucket(path):
         return objects.list_folder(path)
@@ -472,6 +471,6 @@ def list_folder(path: AnyPath) -> dict[str, bool]:
 
 
 def check_link(path: Path) -> None:
-    """Raise `UnreadableError` if `path` is a link whose target does not exist, for example on an unmounted disk."""
+    """Raise `UnreadableError` if `path` is a link to a missing target, for example on an unmounted disk."""
     if path.is_symlink() and not path.exists():
         raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")

@@ -1,4 +1,4 @@
-"""JSON files: values with a schema and records with a SHA-256, also in buckets, and local files of lines."""
+"""JSON files: values with a schema, records with a SHA-256, and local files of JSON lines."""
 
 import errno
 import hashlib
@@ -21,7 +21,7 @@ TYPE_NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or fal
 def read_json(path: AnyPath, content: bytes | None = None) -> Any:
     """Return the value in a JSON file. Raise `UserError` if the file does not exist or is not JSON.
 
-    `content` is that of the file, if it has been read already.
+    `content` is the file's content, if the caller has already read it.
     """
     content = read_file(path) if content is None else content
     if content is None:
@@ -30,16 +30,16 @@ def read_json(path: AnyPath, content: bytes | None = None) -> Any:
         return json.loads(content)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
-    except ValueError as error:  # Invalid UTF-8, or a huge number.
+    except ValueError as error:  # For example, invalid UTF-8 or a huge number.
         raise UserError(f"{path}: not JSON ({error})") from error
 
 
 def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
-    """Return the first schema error of a JSON value, such as "files.config: not an object", or None if there is none.
+    """Check a JSON value against a schema. Return the first error, such as "files.config: not an object", or None.
 
     The schema `shape` is a type, `{name: shape}` for an object with at least these names, `{str: shape}` for an object
-    with any names, or `[shape]` for a list. The type `int` means a count in 0 … 2**63 - 1, and `object` any value.
-    `path` is the path of `value` within a larger value, for the message.
+    with any names, or `[shape]` for a list. `int` means a count in 0 … 2**63 - 1, and `object` means any value. `path`
+    is the path of `value` within a larger value, for the message.
     """
     at = path or "the text"
     if isinstance(shape, type):
@@ -60,7 +60,7 @@ def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
 
 
 class JsonLines:
-    """A local file of JSON objects, one per line, to which several threads and processes may append.
+    """A local file with one JSON object per line. Several threads and processes may append to it.
 
     If a process is killed in `append`, the last line may be incomplete. `read` skips such a line.
     """
@@ -69,19 +69,19 @@ class JsonLines:
         self.path, self._owner, self._lock = path, owner, threading.Lock()
 
     def read(self, shape: Any = dict) -> list[dict[str, Any]]:
-        """Return the objects that match `shape`, a schema for `schema_error`. An absent file has none."""
+        """Return the objects that match the schema `shape` (see `schema_error`). Return [] if the file is absent."""
         return list(parse_json_lines(self.content(), shape))
 
     def content(self) -> bytes:
-        """Return all lines. An absent file has none."""
+        """Return the file's content, or b"" if it is absent."""
         return read_file(self.path) or b""
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append objects. They are on disk when the function returns."""
+        """Append objects and sync them to disk."""
         self._owner.check()
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        self.path.parent.mkdir(exist_ok=True)  # Without parents, because a run's folder must not be made again.
-        # Another process may have left an incomplete line since the last call.
+        self.path.parent.mkdir(exist_ok=True)  # Do not create parents: a deleted run must stay deleted.
+        # A killed process may have left an incomplete last line.
         with self._lock, self.path.open("a+b") as file:
             if size := file.seek(0, os.SEEK_END):
                 file.seek(size - 1)
@@ -98,7 +98,7 @@ class JsonLines:
             file.writelines((json.dumps(row) + "\n").encode() for row in rows)
 
     def remove(self) -> None:
-        """Delete the file. It may be absent."""
+        """Delete the file if it exists."""
         self._owner.check()
         self.path.unlink(missing_ok=True)
 
@@ -109,7 +109,7 @@ def parse_json_lines(content: bytes, shape: Any) -> Iterator[dict[str, Any]]:
 
 
 def _parse_json(text: bytes) -> Any:
-    """Return the JSON value in a text, or None if the text is not JSON."""
+    """Parse a JSON text. Return None if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -122,22 +122,22 @@ def write_record(path: AnyPath, content: dict[str, Any]) -> None:
 
 
 def read_record(path: AnyPath) -> dict[str, Any] | None:
-    """Return the object that `write_record` wrote, or None if the file is absent or holds anything else."""
+    """Read a file of `write_record`. Return None if the file is absent or its SHA-256 is missing or wrong."""
     return parse_record(read_file(path) or b"")
 
 
 def parse_record(content: bytes) -> dict[str, Any] | None:
-    """Return the object in the content of a file that `write_record` wrote, or None if it is anything else."""
+    """Parse the content of a file of `write_record`. Return None if its SHA-256 is missing or wrong."""
     return without_sha256(_parse_json(content))
 
 
 def with_sha256(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a last field "sha256", the SHA-256 of the other fields."""
+    """Add a last field "sha256", the SHA-256 of all other fields, to a JSON object."""
     return content | {"sha256": json_sha256(content)}
 
 
 def without_sha256(value: Any) -> dict[str, Any] | None:
-    """Return an object without its field "sha256", or None if `value` is not an object with the right SHA-256."""
+    """Remove the field "sha256" from a JSON object. Return None if the SHA-256 is missing or wrong."""
     if not isinstance(value, dict):
         return None
     content = {name: inner for name, inner in value.items() if name != "sha256"}
@@ -145,5 +145,5 @@ def without_sha256(value: Any) -> dict[str, Any] | None:
 
 
 def json_sha256(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, independent of the order of object keys."""
+    """Return the SHA-256 of a JSON value. It does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Attention layers for models that are not difftx's: `from difftx import DiffAttention`. docs/layer.md has examples."""
+"""Attention layers for your own models: `from difftx import DiffAttention`. docs/layer.md has examples."""
 # Axes: B = batch, T = tokens, D = model width, L = layers
 
 import dataclasses
@@ -21,19 +21,19 @@ from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout, reshard
 from difftx.parallel.mesh import AXES
 
-# Groups and fields of `ModelConfig` that are not arguments of a layer.
+# Groups and fields of `ModelConfig` that concern the whole decoder and are not arguments of a layer.
 OTHER_FIELDS = {name.partition(".")[0] for name in fields_with(ModelConfig, Flag.DECODER)}
 
 
 class AttentionLayer(nnx.Module):
     """Causal self-attention of any architecture of difftx, with a rotary embedding and float32 weights.
 
-    The layer has no norm of its input and no residual connection. Without a mesh, or under a mesh with axes of the
-    caller's, JAX infers all shardings. Under a mesh with the axes of `difftx.parallel.mesh`, the layer shards its
-    weights and activations as the decoder of difftx does.
+    The layer does not normalise its input and has no residual connection. Under a mesh with the axes of
+    `difftx.parallel.mesh`, the layer shards its weights and activations like difftx's decoder. Without a mesh, or under
+    a mesh with other axes, JAX infers all shardings.
 
-    The layers "zero_branch" and "dex" begin as softmax attention. Their λ contains the progress a,
-    `layer.attention.progress`, which is 0 until the caller raises it. Only the optimizer of difftx does so by itself.
+    "zero_branch" and "dex" begin as softmax attention: their λ depends on `layer.attention.progress`, which starts at
+    0. You must raise it to 1 during training. (difftx's own optimizer does this automatically.)
 
     Args:
         architecture: Name of an entry of `ARCHITECTURES`, such as "diff", "transformer" or "gda".
@@ -43,8 +43,8 @@ class AttentionLayer(nnx.Module):
         rngs: Source of random numbers for the initial weights, such as `nnx.Rngs(0)`.
         layer: Index l = 1, 2, … of the layer in the model, for λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)).
         fields: Further fields of `ModelConfig`, such as `num_kv_heads`, `head_dim`, `window` or `rope_theta`, and of
-            the architecture's own group, such as `signal_heads` of "gda" (docs/config.md). Unless it is given,
-            `head_norm` is "rms_affine" for diff, gda, motif and signed_mask, and "none" for the other architectures.
+            the architecture's own group, such as `signal_heads` of "gda" (docs/config.md). The default of `head_norm`
+            is "rms_affine" for diff, gda, motif and signed_mask, and "none" for the other architectures.
 
     Raises:
         UserError: An argument, or an input of a call, is invalid.
@@ -65,13 +65,13 @@ class AttentionLayer(nnx.Module):
             raise UserError(f"rngs={rngs!r}: expected nnx.Rngs, such as nnx.Rngs(0)")
         if type(layer) is not int or layer < 1:
             raise UserError(f"layer={layer!r} must be an integer of at least 1, the index of the first layer")
-        values = {name: plain(value) for name, value in fields.items() if name not in own}  # May be a dataclass.
+        values = {name: plain(value) for name, value in fields.items() if name not in own}  # Values may be dataclasses.
         values |= {architecture: {name: fields[name] for name in own & fields.keys()}} if own else {}
         values |= {"architecture": architecture, "d_model": d_model, "num_heads": num_heads, "num_layers": layer}
         try:
             config = build_group(ModelConfig, {"head_norm": attention.default_head_norm} | values, "model")
             check_attention(config, None if layout == Layout.inferred() else jax.sharding.get_abstract_mesh())
-        except UserError as error:  # A layer has arguments in place of the config group `model`.
+        except UserError as error:  # Name the argument, not the config field `model.…`.
             raise UserError(re.sub(rf"\bmodel\.({architecture}\.)?(?=\w)", "", str(error))) from None
         self.layer = layer
         self.attention = attention(config, layout, rngs=rngs)
@@ -79,7 +79,7 @@ class AttentionLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """Return the output of the heads times W_O, `[B, T, D]`, in the dtype of `x`.
+        """Compute the attention output after the output projection, `[B, T, D]`, in the dtype of `x`.
 
         Args:
             x: float32 or bfloat16 `[B, T, D]`, usually normalised.
@@ -92,9 +92,9 @@ class AttentionLayer(nnx.Module):
     def attention_weights(
         self, x: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> AttentionWeights:
-        """Return the attention weights A1 and A2, λ, and A1 - λ A2 of all tokens, `[B, H, T, T]` in float32.
+        """Return the attention weights A1, A2 and A1 - λ A2 of all tokens, float32 `[B, H, T, T]`, and λ.
 
-        The arguments are those of a call. Their size is quadratic in T, unlike the memory of a call.
+        The arguments are the same as for calling the layer. Unlike a call, this needs memory quadratic in T.
         """
         operands, (B, T) = self._operands(x, positions, segment_ids), x.shape[:2]
         queries_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
@@ -103,7 +103,7 @@ class AttentionLayer(nnx.Module):
     def _operands(
         self, x: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, Angles, LayerConstants]:
-        """Check the arguments of a call. Return the first arguments of `SelfAttention`."""
+        """Check the arguments of a call. Convert them to the first three arguments of a `SelfAttention` call."""
         config, layout = self.attention.config, self.attention.layout
         if layout != Layout.inferred() and layout != _layout():
             raise UserError(
@@ -134,6 +134,6 @@ class DiffAttention(AttentionLayer):
 
 
 def _layout() -> Layout:
-    """Return the decoder's layout under a mesh with difftx's axes, else a layout that JAX infers."""
+    """Return the decoder's layout under a mesh with difftx's axes. For other meshes, let JAX infer the layout."""
     has_axes = set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
     return Layout() if has_axes and is_explicit_mesh() else Layout.inferred()

@@ -1,4 +1,4 @@
-"""Progress of long commands: bars in a terminal, and a line every ten seconds elsewhere."""
+"""Show the progress of long commands: bars in a terminal, or a line every ten seconds in files and pipes."""
 
 import contextlib
 import datetime
@@ -11,18 +11,18 @@ import rich.progress
 
 from difftx.errors import printable
 
-LINE_SECONDS = 10.0  # Time between two lines outside of a terminal.
+LINE_SECONDS = 10.0  # Time between two lines in files and pipes.
 LINE = "{what}: {done:,} of {total:,}, {left} left"
-Advance = Callable[..., None]  # Called as advance(parts, text=""): so many parts are finished; show `text` at the bar.
+Advance = Callable[..., None]  # advance(n, text=""): n more parts are finished. `text` is shown at the bar.
 
 
 class Work:
-    """A display of the progress of tasks, which may be nested. It is a context manager."""
+    """Displays the progress of tasks, which may be nested. A context manager."""
 
     def __init__(self, *, enabled: bool = True, on_advance: Callable[[], None] = lambda: None, is_output: bool = False):
-        """Create the display, which shows nothing unless `enabled`. `on_advance` is called when a task advances.
+        """Create the display. If not `enabled`, it shows nothing. `on_advance` is called when a task advances.
 
-        If `is_output`, write to standard output instead of standard error, and keep finished bars on the screen.
+        With `is_output`, write to standard output instead of standard error, and keep finished bars on the screen.
         """
         self._enabled, self._on_advance, self._is_output = enabled, on_advance, is_output
         self._console = rich.console.Console(stderr=not is_output, emoji=False)
@@ -49,11 +49,11 @@ class Work:
     def task(
         self, what: str, total: int, *, done: int = 0, label: str = "{what}", line: str = LINE
     ) -> Iterator[Advance]:
-        """Show a task of `total` parts, and yield the function to call when parts of the task are finished.
+        """Show a task of `total` parts, and yield a function to call when parts are finished (`Advance`).
 
-        Before, `done` parts were already finished. `label` is the format of the text before the bar, with the fields
-        `what`, `done` and `total`. `line` is the format of the lines outside of a terminal. It can also use `share`
-        (0 to 1), `text`, and the time left as `left` (a `timedelta`) or `seconds`.
+        `done` is the number of parts that are finished at the start. `label` formats the text before the bar, with the
+        fields `what`, `done` and `total`. `line` formats the lines in files and pipes. It can also use `share` (0 to
+        1), `text`, and the time left as `left` (a `timedelta`) or `seconds`.
         """
         description = label.format(what=what, done=done, total=total)
         bar = self._bars.add_task(description, total=total, completed=done, text="")
@@ -84,7 +84,7 @@ class Work:
 
     @contextlib.contextmanager
     def wait(self, what: str) -> Iterator[None]:
-        """Show that something of unknown duration is under way, and print its duration at the end of the block."""
+        """Show that work of unknown duration is in progress. At the end of the block, print how long it took."""
         began = time.monotonic()
         bar = self._bars.add_task(what, total=None, text="")
         if not self._console.is_terminal:
@@ -94,7 +94,7 @@ class Work:
         self.note(f"{what}: {time.monotonic() - began:.1f} s")
 
     def track[Item](self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
-        """Yield the `total` items, and show the progress as a task."""
+        """Yield the items, and show the progress as a task of `total` parts."""
         with self.task(what, total) as advance:
             for item in items:
                 yield item

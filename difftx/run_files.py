@@ -1,9 +1,9 @@
-"""The lock of a run's directory, which keeps a second training out, and the small files of a run.
+"""The lock of a run's directory, which prevents a second training there, and the small files of a run.
 
-The small files are always local: those of a run in a bucket are copied to a scratch folder. All files of a run are
-small, except checkpoints and exports. The owner of a run in a bucket copies them at its start, changes the copy, and
-pushes the changed files. Each file is one object, which is written on the condition of the generation that this process
-has seen last. docs/design.md, section 12, says when.
+All files of a run except checkpoints and exports are small. Code reads and writes them as local files. If the run is in
+a bucket, its owner copies the small files to a scratch folder at its start, changes the copy, and pushes changed files
+to the bucket. Each file is one object. A push writes it only if it still has the generation that this process has seen
+last. docs/design.md, section 12, describes when files are pushed.
 """
 
 import atexit
@@ -26,16 +26,16 @@ from difftx.storage import objects
 from difftx.storage.lock import BucketLock, busy
 from difftx.storage.paths import AnyPath, BucketPath, is_bucket
 
-PUSH_SECONDS = 120.0  # Time between two pushes by the thread of an owner.
-FIRST = ("manifest.json", "config.json")  # A config can only be read with the extensions that the manifest names.
-# Files that are copied. `difftx sweep` writes train.log, which is none of them. A name that ends in "/" is a folder.
+PUSH_SECONDS = 120.0  # Time between two pushes by the owner's thread.
+FIRST = ("manifest.json", "config.json")  # Push these first: the manifest names the extensions that the config needs.
+# Matches the small files. train.log, which `difftx sweep` writes, is not one of them. Names of folders end in "/".
 COPIED = re.compile(r"[^/.][^/]*\.jsonl?|evals/.*[^/]|checkpoints/\d+/manifest\.json")
 
 
 def pulled(workdir: AnyPath) -> Path:
-    """Return a folder with the small files of a run: that of the run on a disk, or else an up-to-date local copy.
+    """Return a local folder with the small files of a run: the run directory, or for a bucket an up-to-date copy.
 
-    The copy also has the manifests of the checkpoints. It is deleted when the process ends.
+    A copy also contains the manifests of the checkpoints. It is deleted when the process ends.
     """
     if not is_bucket(workdir):
         return workdir
@@ -48,9 +48,9 @@ def pulled(workdir: AnyPath) -> Path:
 
 @contextlib.contextmanager
 def small_files(workdir: AnyPath, lock: Owner = UNLOCKED) -> Iterator[Owner]:
-    """Yield an owner whose `folder` has the small files of a run. The end of the block pushes the changed ones.
+    """Yield an owner whose `folder` contains the small files of a run. Push changed files at the end of the block.
 
-    Without a lock, as in `difftx eval`, other processes may change other files of the run meanwhile.
+    Without a lock, as in `difftx eval`, other processes may change other files of the run at the same time.
     """
     if not is_bucket(workdir):
         yield Owner(workdir, lock.check)
@@ -80,7 +80,7 @@ def _push_regularly(owner: Owner, ended: threading.Event) -> None:
 
 
 class _Copy(Owner):
-    """A local copy of the small files of a run in a bucket."""
+    """A local copy of a run's small files, for a run in a bucket."""
 
     def __init__(self, workdir: BucketPath, lock: Owner = UNLOCKED):
         self._workdir = workdir
@@ -89,16 +89,16 @@ class _Copy(Owner):
         self.check = lock.check
         note_copy(str(self.folder), str(workdir))
         self._lock = threading.Lock()
-        self._versions: dict[str, str] = {}  # Name of a file → its version in the listing that was pulled last.
-        self._generations: dict[str, bytes] = {}  # Name → generation that this process has read or written last.
-        self._states: dict[str, tuple[int, ...]] = {}  # Name → state of the local file with that content.
+        self._versions: dict[str, str] = {}  # Name of a file → its version in the last listing.
+        self._generations: dict[str, bytes] = {}  # Name → generation that this process last read or wrote.
+        self._states: dict[str, tuple[int, ...]] = {}  # Name → `_state` of the local file at that generation.
 
     def close(self) -> None:
         """Delete the copy."""
         self._scratch.cleanup()
 
     def pull(self, *folders: str) -> None:
-        """Copy the small files in the run's folder and below some of its folders, unless the copy is up to date."""
+        """Download small files in the run's folder and below the given subfolders that have changed in the bucket."""
         with self._lock, ThreadPoolExecutor(objects.CONCURRENT) as pool:
             listed = objects.describe_files(self._workdir)
             for folder in folders:
@@ -111,7 +111,7 @@ class _Copy(Owner):
                 del self._versions[name]
             contents = pool.map(lambda name: objects.read_verified(self._workdir / name, listed[name]), changed)
             for name, found in zip(changed, contents, strict=True):
-                if found is not None:  # Otherwise it has been deleted since the listing.
+                if found is not None:  # None: the file was deleted after the listing.
                     target = self.folder / local_name(self._workdir, name)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(found.content)
@@ -119,26 +119,26 @@ class _Copy(Owner):
                     self._states[name] = _state(target)
 
     def push(self) -> None:
-        """Write the files that have changed since the last push, and delete those that are gone."""
+        """Upload the files that have changed since the last push, and delete objects whose files are gone."""
         with self._lock:
             self.check()
             paths = (path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith("."))
             files = {path.relative_to(self.folder).as_posix(): path for path in paths}
             for name in sorted(files, key=lambda name: (name not in FIRST, name != FIRST[0], name)):
-                with contextlib.suppress(FileNotFoundError):  # Deleted meanwhile.
+                with contextlib.suppress(FileNotFoundError):  # Deleted in the meantime.
                     self._push_file(name, files[name])
             for name in self._generations.keys() - files.keys():
                 objects.delete_if(self._workdir / name, self._generations.pop(name))
                 self._states.pop(name)
 
     def _push_file(self, name: str, file: Path) -> None:
-        state = _state(file)  # Before the read: a file that changes meanwhile is pushed again next time.
+        state = _state(file)  # Before the read, so that a file that changes during the read is pushed again.
         if state == self._states.get(name):
             return
         path, content, generation = self._workdir / name, file.read_bytes(), self._generations.get(name)
         while (written := objects.write_if(path, content, generation)) is None:
-            # Either another process has taken over the run, and `check` raises an error, or a process without the lock
-            # has written: `difftx eval`, or a former owner that was frozen before its write. The last one wins.
+            # If another process has taken over the run, `check` raises an error. If not, a process without the lock has
+            # written the file: `difftx eval`, or a former owner that was suspended before its write. Overwrite it.
             self.check()
             found = objects.read(path)
             generation = None if found is None else found.generation
@@ -149,14 +149,14 @@ _copies: dict[str, _Copy] = {}  # Address of a run → the copy that `pulled` re
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """Return what changes with the content of a file."""
+    """Return file properties that change whenever the content changes."""
     found = file.stat()
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 @contextlib.contextmanager
 def lock_workdir(workdir: AnyPath, takeover_seconds: float, wait_seconds: float) -> Iterator[Owner]:
-    """Lock the directory of a run, as `locked` does. Yield its owner, with the small files of the run."""
+    """Lock the directory of a run (see `locked`). Yield an owner whose folder contains the run's small files."""
     lock = locked(workdir, f"--workdir={workdir}", takeover_seconds, wait_seconds)
     with lock as held, small_files(workdir, held) as owner:
         yield owner
@@ -164,18 +164,18 @@ def lock_workdir(workdir: AnyPath, takeover_seconds: float, wait_seconds: float)
 
 @contextlib.contextmanager
 def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: float) -> Iterator[Owner]:
-    """Lock a folder, which `flag` names. Raise `UserError` if another process still has the lock after `wait_seconds`.
+    """Lock a folder. Raise `UserError` if another process still holds the lock after `wait_seconds`.
 
-    In a bucket, wait longer if necessary, until a lock that its owner no longer renews has expired after
-    `takeover_seconds`. Yield an owner that raises an error if this process has lost the folder: if another
-    process has taken over the lock in a bucket, or if the locked folder is no longer at its path.
+    In a bucket, wait at least until a lock that its owner no longer renews has expired (`takeover_seconds`). Yield an
+    owner. Its `check` raises an error if this process has lost the folder: in a bucket, if another process has taken
+    over the lock; on a disk, if the locked folder is no longer at its path. `flag` is the flag with the folder.
     """
     if is_bucket(folder):
         options = {"takeover_seconds": takeover_seconds, "wait_seconds": wait_seconds}
         with BucketLock(folder / ".lock", flag, **options) as held:
             yield Owner(check=held.check)
         return
-    # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
+    # Lock both the folder and a file in it: a user may delete `.lock`, and NFS cannot lock folders.
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, path, deadline = os.open(folder, os.O_RDONLY), folder / ".lock", time.monotonic() + wait_seconds
     status = os.fstat(descriptor)  # While `descriptor` is open, no other folder has the same inode number.
@@ -186,13 +186,13 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
         except (FileNotFoundError, NotADirectoryError):
             is_same = False
         if not is_same:
-            # `run_command` ends the process at this error without waiting for other processes, which still train.
+            # At this error, `run_command` ends the process without waiting for other processes, which still train.
             why = "this folder was moved, deleted, replaced or unmounted while this process wrote there, so it stops"
             raise FileNotFoundError(errno.ENOENT, why, str(folder))
 
-    try:  # However the process ends, the operating system releases the locks.
+    try:  # The operating system releases the locks when the process ends, even if it is killed.
         folder_is_locked = _wait_for_lock(descriptor, path, flag, deadline)
-        require_same_folder()  # It may have been moved during the wait.
+        require_same_folder()  # The folder may have been moved during the wait.
         with path.open("a+") as file:
             if not _wait_for_lock(file.fileno(), path, flag, deadline) and not folder_is_locked:
                 print(printable(f"{flag}: no file locks here, so nothing keeps a second process out"), flush=True)
@@ -202,15 +202,15 @@ def locked(folder: AnyPath, flag: str, takeover_seconds: float, wait_seconds: fl
                 remove_temporaries(folder)
                 yield Owner(check=require_same_folder)
             finally:
-                file.truncate(0)  # The process id may become that of another process.
+                file.truncate(0)  # Another process may get this process id later.
     finally:
         os.close(descriptor)
 
 
 def _wait_for_lock(descriptor: int, path: Path, flag: str, deadline: float) -> bool:
-    """Lock an open file or folder, and return True, or False if the file system has no such locks.
+    """Lock an open file or folder. Return True, or False if the file system does not support locks.
 
-    At the deadline, raise `UserError` with the name of the process that has the lock, from the file `path`.
+    At the deadline, raise `UserError` with the name of the process that holds the lock, which the file `path` contains.
     """
     holder = None
     while True:
@@ -220,7 +220,7 @@ def _wait_for_lock(descriptor: int, path: Path, flag: str, deadline: float) -> b
         except BlockingIOError:
             pass
         except OSError as error:
-            # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
+            # Some file systems do not support locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
                 raise
             return False

@@ -1,4 +1,4 @@
-"""The config schema: frozen dataclasses that declare all config fields."""
+"""The config schema. Frozen dataclasses declare all config fields."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from difftx.registry import Extension, extension_of
 
 
 class Config(Group):
-    """A config with one attribute per group of fields. `fit` of difftx/training/fit.py checks them together."""
+    """A config, with one attribute per group of fields. `fit` (difftx/training/fit.py) checks the groups together."""
 
     model: ModelConfig
     data: DataConfig
@@ -36,7 +36,7 @@ class Config(Group):
     logging: LoggingConfig
 
     def but(self, **groups: Mapping[str, Any]) -> "Config":
-        """Return the config with other values of some fields, as in `config.but(mesh={"tensor": 4})`."""
+        """Return a copy with some fields replaced, as in `config.but(mesh={"tensor": 4})`."""
         changed = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in groups.items()}
         return dataclasses.replace(self, **changed)
 
@@ -47,21 +47,21 @@ class Config(Group):
 
     @property
     def warmup_steps(self) -> int:
-        """Number of steps of the warm-up. `optimizer.warmup_steps` may be a share of all steps."""
+        """Number of warm-up steps. If `optimizer.warmup_steps` is a share, convert it to steps."""
         return _count(self.optimizer.warmup_steps, self.train.steps)
 
     @property
     def decay_steps(self) -> int:
-        """Number of steps of the decay of schedule wsd. `optimizer.decay_steps` may be a share of all steps."""
+        """Number of decay steps of the schedule "wsd". If `optimizer.decay_steps` is a share, convert it to steps."""
         warmup, decay = self.optimizer.warmup_steps, self.optimizer.decay_steps
         steps = max(1, _count(decay, self.train.steps))
-        # Two shares may both be rounded up to whole steps.
+        # If both shares are rounded up, warm-up and decay together may exceed all steps.
         are_shares = warmup < 1 and decay < 1 and warmup + decay <= 1
         return min(steps, self.train.steps - self.warmup_steps) if are_shares else steps
 
     @property
     def used_extensions(self) -> list[Extension]:
-        """The users' files that add the entries and groups which this config uses, sorted by path."""
+        """The user files (extensions) that define registry entries or groups of this config, sorted by path."""
         tasks = (path.removeprefix(SYNTHETIC) for path in self.data.paths)
         used = {
             "architecture": [self.model.architecture],
@@ -75,13 +75,13 @@ class Config(Group):
         return sorted((extension for extension in found if extension), key=lambda extension: extension.path)
 
     def _added_groups(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield the parent's field, the name for `extension_of`, and the value of each added group."""
+        """Yield (parent's field, name for `extension_of`, value) for each group that an extension has added."""
         for field, group in vars(self).items():
             for name, value in getattr(group, "extensions", ()):
                 yield field, f"{type(group).__name__}.{name}", value
 
     def to_json(self) -> str:
-        """Return the config as indented JSON, the content of `config.json`, without groups of unused extensions."""
+        """Return the config as the indented JSON of `config.json`. Groups of unused extensions are left out."""
         values, used = values_of(self), [None, *self.used_extensions]
         for field, name, _ in self._added_groups():
             if extension_of(GROUP, name) not in used:
@@ -90,5 +90,5 @@ class Config(Group):
 
 
 def _count(steps: float, total: int) -> int:
-    """Return a number of steps, which may be given as a share of `total` steps."""
+    """Convert `steps`, which may be a share of `total` steps, to a number of steps."""
     return round(steps * total) if steps < 1 else int(steps)

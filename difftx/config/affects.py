@@ -1,11 +1,11 @@
-"""Effects of config fields. Each field's type states one, such as `affects.Training[int]`."""
+"""What a change of a config field affects. Each field's type states it, such as `affects.Training[int]`."""
 
 import enum
 from typing import Annotated, TypeVar
 
 
 class Effect(enum.Enum):
-    """The part of a run that a change of a field affects. Of several effects, a field has the first in this list."""
+    """What a change of a field affects in a run. A field with several effects states the first in this list."""
 
     SHAPES = "the shapes of the weights"
     FUNCTION = "what given weights compute"

@@ -1,7 +1,7 @@
-"""Parsing: validated config groups from the values in a recipe, on the command line or in a `config.json`.
+"""Build validated config groups from values in a recipe, on the command line or in a `config.json`.
 
-`parse` checks names, types and rules, and a group's `__post_init__` checks its fields against each other.
-`difftx/training/fit.py` checks that the groups fit each other, the model and the devices.
+`parse` checks names, types and rules. A group's `__post_init__` checks its fields against each other.
+`difftx/training/fit.py` checks the groups against each other, the model and the devices.
 """
 
 import ast
@@ -26,12 +26,12 @@ from difftx.storage.paths import scheme_of
 
 
 def config_from_dict(raw: Any) -> Config:
-    """Return the config with the given values and the schema's defaults, or raise `UserError` if a value is invalid."""
+    """Build a config from nested dictionaries. Missing fields get their defaults. Invalid values raise `UserError`."""
     return build_group(Config, raw, "")
 
 
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """Return the config with some fields replaced, such as `{"mesh.tensor": "4"}`. See `parsed` for the values."""
+    """Return a config with some fields replaced, such as `{"mesh.tensor": "4"}`. `parsed` parses the values."""
     raw = fields.values_of(config)
     for field, value in parsed(overrides).items():
         set_field(raw, field, value)
@@ -39,7 +39,7 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def parsed(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of fields, given values or their texts on the command line, or raise `UserError`."""
+    """Parse and check overrides. A value may be a Python value or a text from the command line."""
     found = {}
     for field, value in overrides.items():
         read = parse_text if isinstance(value, str) else parse
@@ -48,11 +48,11 @@ def parsed(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_fields(values: Mapping[str, Any], group: type = Config, path: str = "") -> dict[str, Any]:
-    """Return values by full names of fields, given keyword arguments such as `steps=9`, `model={"d_model": 64}`.
+    """Convert keyword arguments such as `steps=9, model={"d_model": 64}` to values by full field name.
 
-    A keyword is a field or a group of `group`, whose full name is `path`, or the last part of a field's name. If fields
-    of several groups have this name, the one with the fewest groups around it is meant. Raise `UserError` for a name
-    that no field or more than one field has.
+    A keyword is a field or subgroup of `group`, or the last part of a field's full name. If several fields end in the
+    keyword, the least nested one is meant. Raise `UserError` if no field matches or the match is ambiguous. `path` is
+    the full name of `group`.
     """
     found = {}
     for name, value in values.items():
@@ -70,7 +70,7 @@ def named_fields(values: Mapping[str, Any], group: type = Config, path: str = ""
         if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             found |= named_fields(value, kind, full)  # pyrefly: ignore[bad-argument-type]
         else:
-            annotation_of(full)  # Raises an error if there is no such field.
+            annotation_of(full)  # Raise an error if there is no such field.
             found[full] = os.fspath(value) if isinstance(value, os.PathLike) else value
     return found
 
@@ -94,14 +94,14 @@ def annotation_of(field: str) -> Any:
 
 
 def defaults_of(group: type) -> ConfigDict:
-    """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
+    """Return a group's defaults as a `ConfigDict`, which checks the types of values that users assign."""
     values, defaults = ConfigDict(), {field.name: field.default for field in dataclasses.fields(group)}
     for name, annotation in fields.types_of(group).items():
         kinds = [kind for kind in fields.options(annotation) if kind is not NoneType]
         if dataclasses.is_dataclass(annotation):
             if name in fields.default_groups(group, {}):
                 values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
-        elif defaults[name] is None or len(kinds) > 1:  # The type of the default is not the only type of the field.
+        elif defaults[name] is None or len(kinds) > 1:  # Accept other types than the default's.
             values[name] = FieldReference(defaults[name], field_type=kinds[0] if len(kinds) == 1 else object)
         else:
             values[name] = fields.plain(defaults[name])
@@ -109,7 +109,7 @@ def defaults_of(group: type) -> ConfigDict:
 
 
 def build_group(group: type, raw: Any, path: str) -> Any:
-    """Build a group from a mapping of its fields, or raise `UserError`. `path` is the group's path, for messages."""
+    """Build a group from a mapping of its fields, or raise `UserError`. `path`, its full name, is for messages."""
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
     prefix = f"{path}." if path else ""
@@ -130,7 +130,7 @@ def build_group(group: type, raw: Any, path: str) -> Any:
 
 
 def parse(value: Any, annotation: Any, field: str) -> Any:
-    """Return a value as the type of its field, with lists as tuples, or raise `UserError`."""
+    """Convert a value to the type of its field (lists become tuples), or raise `UserError`."""
     if dataclasses.is_dataclass(annotation):
         return build_group(annotation, value, field)  # pyrefly: ignore[bad-argument-type]
     if type(value) is int and value.bit_length() > 63:  # numpy cannot hold it.
@@ -145,7 +145,7 @@ def parse(value: Any, annotation: Any, field: str) -> Any:
         elif not (value in get_args(kind) if get_origin(kind) is Literal else type(value) is kind):
             continue
         if kind is str and not field.endswith("_url"):
-            # Not `path_of`: a config must be readable without the extra of a store that the reader does not need.
+            # Do not call `path_of`: reading a config must not require the optional packages for its bucket.
             (scheme_of if fields.Flag.BUCKET in fields.marks_of(annotation) else require_local)(field, value)
         for rule in rules if value is not None else ():
             if not rule.holds(value):
@@ -160,7 +160,7 @@ def parse(value: Any, annotation: Any, field: str) -> Any:
 
 
 def parse_text(text: str, annotation: Any, field: str) -> Any:
-    """Return the value of a field, given its text on the command line, or raise `UserError`."""
+    """Parse and check the text of a field on the command line."""
     return parse(_value_of(text, annotation, field), annotation, field)
 
 
@@ -182,7 +182,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def _no_field(group: type, name: str, field: str) -> UserError:
-    """Return the error for a field that a group does not have. `field` is its full name, possibly with a value."""
+    """Return the error for an unknown field. `field` is the full name that the user wrote, perhaps with a value."""
     if other := field_named(name):
         return UserError(f"{field}: no such field. Did you mean {other!r}{note_on(name, other)}?")
     hint = EXTENSION_HINT if issubclass(group, fields.Extensible) else ""
@@ -190,7 +190,7 @@ def _no_field(group: type, name: str, field: str) -> UserError:
 
 
 def set_field(values: Any, field: str, value: Any) -> None:
-    """Set a field in nested dictionaries or `ConfigDict`s. A number in its name is an index into a list of groups."""
+    """Set a field in nested dictionaries or `ConfigDict`s. A number in the name indexes a list: `sources.0.path`."""
     *groups, last = field.split(".")
     for name in groups:
         if name.isdecimal():
@@ -199,16 +199,16 @@ def set_field(values: Any, field: str, value: Any) -> None:
                 raise UserError(f"{field}: {path} is a list of {len(values)}; write {path}.0.field for its first entry")
             values = values[int(name)]
             continue
-        if name not in values:  # For example, an extension has added this group since a run wrote its config.
+        if name not in values:  # An older config lacks a group that an extension has added since, for example.
             values[name] = {}
-        elif isinstance(values[name], list | tuple):  # Recipes may share the entries of a list.
+        elif isinstance(values[name], list | tuple):  # Copy, because recipes may share list entries.
             values[name] = tuple(map(dict, values[name]))
         values = values[name]
     values[last] = value
 
 
 def _value_of(text: str, annotation: Any, field: str) -> Any:
-    """Return the value that a text on the command line has for a field of this type. `parse` checks it."""
+    """Convert a text from the command line to a value for a field of this type. `parse` then checks the value."""
     if dataclasses.is_dataclass(annotation):
         names = ", ".join(fields.types_of(annotation))
         raise UserError(f"{field}={text}: {field} is a group; set one of its fields: {names}")
@@ -227,7 +227,7 @@ def _value_of(text: str, annotation: Any, field: str) -> Any:
 
 
 def _list_of(text: str, entry: Any, field: str) -> Any:
-    """Return a list in Python or JSON, such as `("a", "b")` or `[0.0, 1.0]`, or of comma-separated values."""
+    """Parse a list written in Python, in JSON, or as comma-separated values: `("a", "b")`, `["a", "b"]` or `a,b`."""
     if text.lstrip()[:1] in ("(", "["):
         try:
             values = json.loads(text)

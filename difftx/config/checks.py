@@ -1,4 +1,4 @@
-"""Helpers of the config groups: a check of names, and divisors to propose in error messages."""
+"""Helpers for checks in config groups: distinct names, and divisors for the hints in error messages."""
 
 import math
 from collections.abc import Sequence

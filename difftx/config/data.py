@@ -8,7 +8,7 @@ from difftx.config.checks import require_distinct_names
 from difftx.config.fields import AxisLength, Group, NotNegative, Positive, Seed, UnitOpen
 from difftx.errors import UserError
 
-STDLIB = "stdlib"  # Data path of the source code of Python's library.
+STDLIB = "stdlib"  # Data path that selects the source code of Python's standard library.
 SYNTHETIC = "synthetic:"  # Prefix of data paths that select a task of difftx/data/synthetic.py.
 
 
@@ -33,16 +33,17 @@ class StageConfig(Group):
 
 
 class UpsamplingConfig(Group):
-    """Up-sampling of long documents within each source (§3.3 of the paper, arXiv 2402.10171)."""
+    """Draw long documents more often, within each source (§3.3 of the paper, arXiv 2402.10171)."""
 
     longer_than_tokens: affects.Training[Positive[int] | None] = None
     """Length in tokens above which a document counts as long. None: no up-sampling."""
     share: affects.Training[UnitOpen] = 0.7
-    """Share of a source's tokens that come from long documents. A source with a larger share is not changed."""
+    """Share of a source's tokens that come from long documents. A source that already has a larger share is not
+    changed."""
 
 
 class SyntheticConfig(Group):
-    """Settings of the synthetic tasks, which data paths such as "synthetic:mqar" select."""
+    """Settings of the synthetic tasks. A data path such as "synthetic:mqar" selects a task."""
 
     vocab_size: affects.Training[AxisLength] = 8192
     """Number of different tokens, at most `model.vocab_size`."""
@@ -68,7 +69,7 @@ class SyntheticConfig(Group):
 
 
 class DataConfig(Group):
-    """Training data, and the packing of documents into rows."""
+    """The training data, and how documents are packed into rows."""
 
     path: flag.Bucket[flag.Process[flag.Location[affects.Training[str | None]]]] = None
     """Path of a store written by `difftx prepare`, a text file or a glob of text files, "stdlib" for the source code of
@@ -82,32 +83,32 @@ class DataConfig(Group):
     upsampling: UpsamplingConfig
     synthetic: SyntheticConfig
     tokenizer: flag.Bucket[flag.Process[flag.Location[affects.Training[str]]]] = "cl100k_base"
-    """Tokenizer: "bytes", the name of a tiktoken encoding, or the path of a .tiktoken file, of a tokenizer.json, of a
-    SentencePiece model (.model), or of a folder with one of the last two."""
+    """Tokenizer: "bytes", the name of a tiktoken encoding, or a path. The path is a .tiktoken file, a tokenizer.json, a
+    SentencePiece model (.model), or a folder that contains one of the last two."""
     end_of_text: flag.Process[flag.Location[affects.Training[str | None]]] = None
-    """Name of the end-of-text token, for a tokenizer whose files do not name it. None: as the files say."""
+    """Name of the end-of-text token, if the tokenizer's files do not name it. None: the name in the files."""
     verify: affects.Nothing[bool] = False
-    """Whether to verify the SHA-256 of each file of a store before the first step. False: only names and sizes. A store
-    must not be replaced while a run reads it: what is read later is not verified, except in buckets."""
+    """Whether to verify the SHA-256 of each file of a store before the first step. False: only names and sizes. Do not
+    replace a store while a run reads it: later reads are verified only in buckets."""
     sequence_length: flag.Kernel[affects.Training[AxisLength]] = 2048
     """Number of tokens per row."""
     packing: affects.Training[Literal["concat", "best_fit"]] = "concat"
-    """How documents fill rows. "concat": concatenated, and split every `sequence_length` tokens. "best_fit": whole if a
-    row can hold them, with some padding."""
+    """How documents fill rows. "concat": documents are concatenated and split every `sequence_length` tokens.
+    "best_fit": documents that fit into a row are not split, and rows have some padding."""
     document_mask: flag.Kernel[affects.Training[bool]] = False
     """Whether a token attends only to tokens of its own document. Positions then restart in each document, and the loss
     does not count a document's first token."""
     valid_fraction: affects.Training[UnitOpen] = 0.05
-    """Share of the documents of text files that are held out for validation: at least one, and not all. Longer files
-    are split at line ends into documents of about 64 KiB, and a remainder. A store has its own split."""
+    """Share of the documents in text files that are held out for validation: at least one document, but not all. Files
+    longer than 64 KiB are split at line ends into documents of about 64 KiB. A store has its own validation split."""
     seed: flag.Seed[affects.Training[Seed]] = 0
     """Random seed of the order of rows, below 2**32."""
     prefetch_batches: affects.Nothing[Positive[int]] = 2
     """Number of batches that are prepared in advance."""
     cache_path: flag.Process[affects.Nothing[str]] = "~/.cache/difftx"
-    """Local folder of parts of stores in buckets. All runs share it, and you can delete it at any time."""
+    """Local folder that caches parts of stores in buckets. All runs share it, and you can delete it at any time."""
     cache_mib: flag.Process[affects.Nothing[Positive[int]]] = 16_384
-    """Size limit of the parts of stores in buckets, in MiB."""
+    """Size limit of this cache in MiB."""
 
     def __post_init__(self):
         if self.sources and self.path is not None:
@@ -125,7 +126,7 @@ class DataConfig(Group):
 
     @property
     def paths(self) -> list[str]:
-        """`path`, or the paths of `sources`."""
+        """The data paths: `path` if it is set, else the paths of `sources`."""
         return [source.path for source in self.sources] if self.path is None else [self.path]
 
 

@@ -30,12 +30,12 @@ class NeedleCaseConfig(Group):
 
 
 class NeedleConfig(Group):
-    """Settings of suite `needle`: retrieval of magic numbers of cities from a long text (§3.4 of the paper)."""
+    """Settings of suite `needle`: retrieve the magic numbers of cities from a long text (§3.4 of the paper)."""
 
     cases: affects.Evaluation[NonEmptyUnique[tuple[NeedleCaseConfig, ...]]] = tuple(
         NeedleCaseConfig(needles=n, queries=q) for n, q in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
     )
-    """Numbers of hidden needles and of queries. The defaults are from Table 2, and for 8 needles from Figure 5."""
+    """Numbers of hidden needles and of queries. The defaults are from Table 2 and, for 8 needles, from Figure 5."""
     lengths: affects.Evaluation[Unique[tuple[Positive[int], ...]]] = ()
     """Numbers of tokens of prompt and answer together, such as (8192, 16384). (): `data.sequence_length`."""
     depths: affects.Evaluation[NonEmptyUnique[tuple[UnitClosed, ...]]] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -45,8 +45,8 @@ class NeedleConfig(Group):
     new_tokens: affects.Evaluation[Positive[int]] = 32
     """Largest number of tokens in an answer."""
     haystack: flag.Bucket[flag.Location[affects.Evaluation[str | None]]] = None
-    """Path of the text that hides the needles, in the format of `data.path`. Of a store, the validation split is used.
-    None: the run's first validation set of text."""
+    """Path of the text that hides the needles, in the format of `data.path`. For a store, its validation split. None:
+    the run's first validation set of text."""
     seed: affects.Evaluation[Seed] = 0
     """Random seed of cities, numbers, positions and haystacks, below 2**32."""
 
@@ -88,7 +88,7 @@ class IclConfig(Group):
     questions: affects.Evaluation[Positive[int]] = 250
     """Largest number of questions per task."""
     orders: affects.Evaluation[NonEmptyUnique[tuple[Order, ...]]] = get_args(Order)
-    """Orders of demonstrations: "random", or "alternating", which takes one of each class in turn."""
+    """Orders of demonstrations. "random": random order. "alternating": one of each class in turn."""
     permutations: affects.Evaluation[Positive[int]] = 10
     """Largest number of permutations of the same demonstrations, in each order."""
     seed: affects.Evaluation[Seed] = 0
@@ -129,9 +129,9 @@ class HallucinationConfig(Group):
     """Model at `eval.judge.base_url` that judges the answers, such as "gpt-4o-2024-08-06". None: the offline judge,
     which compares words."""
     judge_temperature: affects.Evaluation[NotNegative[float] | None] = 0.0
-    """Sampling temperature of the judge. None: the endpoint's default, the only one that some models accept."""
+    """Sampling temperature of the judge. None: the endpoint's default. Some models accept only the default."""
     support_words: affects.Evaluation[Positive[int]] = 2
-    """Offline judge: length in words of the word sequences that it searches in the document and the references."""
+    """Offline judge: number of words in each word sequence that it looks up in the document and the references."""
     support_threshold: affects.Evaluation[UnitClosed] = 0.5
     """Offline judge: share of the word sequences of a summary that must be found for the summary to be correct."""
     seed: affects.Evaluation[Seed] = 0
@@ -151,12 +151,12 @@ class HallucinationConfig(Group):
 
 
 class JudgeConfig(Group):
-    """Access to the model `eval.hallucination.judge_model`. Of these fields, stored results depend on `base_url`."""
+    """Access to the model `eval.hallucination.judge_model`. Of these fields, only `base_url` affects the results."""
 
     base_url: affects.Evaluation[str] = "https://api.openai.com/v1"
     """Address of an endpoint for chat completions. With a key, it must be https, or http to this machine."""
     key_variable: affects.Nothing[str | None] = "OPENAI_API_KEY"
-    """Name of the environment variable with the key, which ends in _KEY or _TOKEN. None: no key."""
+    """Name of the environment variable that holds the key. The name must end in _KEY or _TOKEN. None: no key."""
     concurrency: affects.Nothing[Positive[int]] = 4
     """Largest number of simultaneous requests."""
     timeout_seconds: affects.Nothing[Positive[float]] = 120.0
@@ -165,7 +165,7 @@ class JudgeConfig(Group):
     """Largest number of attempts to get a verdict."""
 
     def __post_init__(self):
-        # The messages omit the values, which may be keys that the user wrote into the wrong field.
+        # The messages do not show the values, because the user may have written a key into the wrong field.
         if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
             raise UserError(
                 "eval.judge.key_variable is not the name of an environment variable, such as OPENAI_API_KEY; the key "
@@ -179,7 +179,7 @@ class JudgeConfig(Group):
 
 
 class AttentionConfig(Group):
-    """Settings of suite `attention`: attention weights of the last token of needle prompts (Table 3 of the paper).
+    """Settings of suite `attention`: how much the last token of a needle prompt attends to the answer (paper, Table 3).
 
     The suite uses `depths`, `haystack`, `new_tokens` and `seed` of `eval.needle`.
     """
@@ -195,9 +195,9 @@ class AttentionConfig(Group):
     layers: affects.Evaluation[Unique[tuple[Positive[int], ...]]] = ()
     """Layers, numbered from 1, over which the results are averaged. (): all."""
     l0_share: affects.Evaluation[UnitHalfOpen] = 1e-3
-    """Share of the sum of |A| in its row above which an attention weight counts in the pseudo-ℓ0 norm."""
+    """Threshold of the pseudo-ℓ0 norm. An attention weight counts if it exceeds this share of its row's sum of |A|."""
     shown_queries: affects.Evaluation[Positive[int]] = 8
-    """Number of rows in the drawn attention map, which are the last tokens of one prompt."""
+    """Number of rows in the drawn attention map: one row for each of the last tokens of a prompt."""
 
     def __post_init__(self):
         if not 1 <= self.queries <= self.needles:
@@ -205,7 +205,7 @@ class AttentionConfig(Group):
 
 
 class OutliersConfig(Group):
-    """Settings of suite `outliers`: magnitudes of attention logits and hidden states (Table 5 of the paper)."""
+    """Settings of suite `outliers`: largest magnitudes of attention logits and hidden states (Table 5 of the paper)."""
 
     tokens: affects.Evaluation[Positive[int]] = 400_000
     """Largest number of tokens of each validation set."""
@@ -214,20 +214,20 @@ class OutliersConfig(Group):
 
 
 class QuantizeConfig(Group):
-    """Settings of suite `quantize`: other suites with quantised attention (Figure 8 of the paper)."""
+    """Settings of suite `quantize`, which runs other suites with quantised attention (Figure 8 of the paper)."""
 
     bits: affects.Evaluation[NonEmptyUnique[tuple[Bits, ...]]] = (16, 8, 6, 4)
     """Numbers of bits from 2 to 16, or 4, 8 and 16 for "operands". With 16, as in Figure 8, nothing is quantised."""
     rounded: affects.Evaluation[Literal["logits", "operands", "products"]] = "logits"
     """What is rounded. "logits": attention logits, as in Figure 8. "operands": queries, keys and values, with a scale
-    per token and (sub-)head. "products": the products with weights, to each of `products`."""
+    per token and (sub-)head. "products": the products with weights, in each way that `products` lists."""
     granularity: affects.Evaluation[Granularity] = "query"
     """Value of `model.attention_logit_granularity` in this suite."""
     products: affects.Evaluation[NonEmptyUnique[tuple[RoundedProducts, ...]]] = (
         *("int8_weights", "int4_weights"),
         *("int8", "int8_static", "fp8", "fp8_static"),
     )
-    """Values of `model.matmul`. With "_static", each product has one scale for all activations."""
+    """Values of `model.matmul`. The ending "_static" means that each product has one fixed scale for its input."""
     calibration_tokens: affects.Evaluation[Positive[int]] = 16_384
     """Largest number of training tokens of each source from which static scales, errors and outliers are measured."""
     suites: affects.Evaluation[NonEmptyUnique[tuple[str, ...]]] = ("loss",)
@@ -239,7 +239,7 @@ class QuantizeConfig(Group):
 
 
 class CacheSuiteConfig(Group):
-    """Settings of suite `cache`: other suites with a compressed key/value cache."""
+    """Settings of suite `cache`, which runs other suites with a compressed key/value cache."""
 
     bits: affects.Evaluation[Unique[tuple[FewBits, ...]]] = (8, 4)
     """Numbers of bits, 8 or 4, of cached keys and values. (): none."""
@@ -254,7 +254,7 @@ class CacheSuiteConfig(Group):
 
 
 class TestConfig(Group):
-    """Settings of suite `test`: other suites on a test text."""
+    """Settings of suite `test`, which runs other suites on a test text."""
 
     path: flag.Bucket[flag.Location[affects.Evaluation[str | None]]] = None
     """Path of a store with the test text and no validation split (`difftx prepare --valid_fraction=0`)."""
@@ -283,25 +283,25 @@ class HarnessConfig(Group):
     limit: affects.Evaluation[Positive[int] | None] = None
     """Number of questions per task, starting with the first. None: all."""
     data_path: flag.Location[affects.Evaluation[str | None]] = None
-    """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
-    openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
-    `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
+    """Folder with JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
+    openbookqa_test, piqa_val, winogrande_val, and <task>_train for few-shot examples. Files may be plain, .gz, .zst or
+    .xz. `difftx/evals/harness/data.py` lists their fields. None: the Hugging Face hub."""
     include_path: flag.Location[affects.Evaluation[str | None]] = None
     """Folder of lm-eval YAML files that define further tasks."""
     ruler_lengths: affects.Evaluation[NonEmptyUnique[tuple[Positive[int], ...]]] = (4096,)
-    """Lengths of the prompts of RULER's tasks ("ruler", "niah_single_1", …) in tokens, with the tokens to generate.
+    """Prompt lengths of RULER's tasks ("ruler", "niah_single_1", …) in tokens, including the tokens to generate.
     Requires the extra "ruler"."""
     ruler_path: flag.Location[affects.Evaluation[str | None]] = None
     """Folder with the texts of RULER's tasks (docs/suites.md). None: lm-eval downloads them."""
     truncate: affects.Evaluation[bool] = False
-    """Whether to truncate requests that exceed the context on the left, as lm-eval's own models do, and count them. If
-    not, such a request is an error."""
+    """What happens to requests that are longer than the context. True: they are truncated on the left, as by lm-eval's
+    own models, and counted. False: they are errors."""
     seed: affects.Evaluation[Seed] = 1234
     """Random seed of the examples in prompts and of samples, below 2**32."""
 
 
 class MathTaskConfig(Group):
-    """An entry of `eval.math.tasks`: problems in files of JSON lines, with the fields of a published format."""
+    """An entry of `eval.math.tasks`: problems in files of JSON lines, in the format of a published data set."""
 
     name: affects.Evaluation[str]
     """Name of the task in the results."""
@@ -324,11 +324,11 @@ class MathConfig(Group):
     shots: affects.Evaluation[NotNegative[int]] = 4
     """Number of demonstrations in a prompt, the same for all questions."""
     chain_of_thought: affects.Evaluation[bool] = True
-    """Whether demonstrations include their solutions. Without demonstrations, whether the prompt asks for steps."""
+    """Whether demonstrations include their solutions. With `shots` = 0: whether the prompt asks for steps."""
     questions: affects.Evaluation[Positive[int] | None] = None
     """Number of questions per task, drawn at random. None: all."""
     new_tokens: affects.Evaluation[Positive[int]] = 16_384
-    """Largest number of tokens in an answer, which the context length limits too."""
+    """Largest number of tokens in an answer. The context length is a further limit."""
     temperature: affects.Evaluation[NotNegative[float]] = 0.0
     """Sampling temperature. With 0, the most likely token is taken."""
     seed: affects.Evaluation[Seed] = 0
@@ -345,7 +345,7 @@ class MathConfig(Group):
 
 
 class EvalConfig(fields.Extensible, effect=affects.Effect.EVALUATION):
-    """Evaluation during training, and the settings of all suites."""
+    """When and how to evaluate during training, and the settings of all suites."""
 
     every_steps: affects.Nothing[Positive[int]] = 1000
     """Number of steps between evaluations in the training loop. The last step is always evaluated."""
@@ -354,14 +354,14 @@ class EvalConfig(fields.Extensible, effect=affects.Effect.EVALUATION):
     loss_tokens: affects.Evaluation[Positive[int]] = 1_048_576
     """Suites loss, recall and test: largest number of tokens of each validation set, or of the test text."""
     recall_max_bigram_count: affects.Evaluation[NotNegative[int]] = 1250
-    """Suite recall: largest number of times that the training data may contain the bigram of an AR-Hit (Zoology)."""
+    """Suite recall: an AR-Hit (Zoology) counts only if the training data contain its bigram at most this often."""
     bigrams_path: flag.Header[flag.Location[affects.Evaluation[str | None]]] = None
-    """Suite recall: file written by `difftx data bigrams`. None: count the bigrams at the start of the run, which is
-    possible if the run tokenises its own text."""
+    """Suite recall: file written by `difftx data bigrams`. None: count the bigrams at the start of the run. This is
+    possible only if the run tokenises its own text."""
     position_documents: affects.Evaluation[Positive[int]] = 256
     """Suite position: largest number of long documents of each validation set."""
     throughput_rounds: affects.Evaluation[Positive[int]] = 5
-    """Suite throughput: number of measurements of each model, of which the median is the result."""
+    """Suite throughput: number of measurements per model. The result is their median."""
     throughput_steps: affects.Evaluation[Positive[int]] = 10
     """Suite throughput: number of batches per measurement."""
     sample_tokens: affects.Evaluation[Positive[int]] = 200

@@ -1,8 +1,8 @@
 """Base classes of the config groups, and the types and rules of their fields.
 
-Each config field is declared once, as a field of a dataclass with a type and a default, followed by a string with its
-meaning and unit. The type also states what a change of the field affects (`Effect`), and further facts that other code
-needs (`Flag`). Recipes, the command line, docs/config.md and every rule about fields use this declaration.
+Each config field is declared once: a dataclass field with a type and a default, and below it a string that explains its
+meaning and unit. The type also states what a change of the field affects (`Effect`) and how other code treats the field
+(`Flag`). Recipes, the command line, docs/config.md and all rules about fields use this declaration.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from difftx.config.flag import Flag
 from difftx.errors import UserError
 from difftx.registry import record
 
-GROUP = "config group"  # The kind of a group that an extension adds, for `extension_of`.
-_find: dict[type, Callable[[str], type | None]] = {}  # Group → function that finds groups to add, by name.
-_added: dict[type, dict[str, type]] = {}  # Group → groups that extensions have added to it, by name.
+GROUP = "config group"  # The kind under which `extension_of` looks up a group that an extension has added.
+_find: dict[type, Callable[[str], type | None]] = {}  # Group → function that returns a group to add, given its name.
+_added: dict[type, dict[str, type]] = {}  # Group → name → group that an extension has added under this name.
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A condition for the values of a field. `typing.Annotated` attaches it to the field's type."""
+    """A condition that a field's value must satisfy. `typing.Annotated` attaches it to the field's type."""
 
     holds: Callable[[Any], bool]
     message: str  # End of the error message, after "field=value".
@@ -35,8 +35,8 @@ _T = TypeVar("_T")
 _DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entries must differ")
 _AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
 
-# Types with rules. For example, `Positive[int]` is a positive integer, `Unique[tuple[int, ...]]` is a list of different
-# integers, and `NonEmptyUnique[tuple[int, ...]]` is a list of different integers with at least one entry.
+# Types with rules. Examples: `Positive[int]` is a positive integer. `Unique[tuple[int, ...]]` is a list of distinct
+# integers. `NonEmptyUnique[tuple[int, ...]]` is a list of distinct integers with at least one entry.
 Positive = Annotated[_T, Rule(lambda value: value > 0, " must be positive")]
 NotNegative = Annotated[_T, Rule(lambda value: value >= 0, " must not be negative")]
 Unique = Annotated[_T, _DISTINCT]
@@ -50,9 +50,10 @@ UnitOpen = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie between
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Group:
-    """Base class of config groups, which become frozen dataclasses. `difftx/config/build.py` checks their values.
+    """Base class of config groups. It makes each subclass a frozen dataclass.
 
-    A group's `__post_init__` checks its fields against each other.
+    `difftx/config/build.py` checks the values of single fields. A group's `__post_init__` checks fields against each
+    other.
     """
 
     def __init_subclass__(cls):
@@ -64,10 +65,10 @@ class Group:
 
 
 class Extensible(Group):
-    """A group to which extensions can add groups, such as `config.eval.bleu`.
+    """Base class of groups that extensions can extend with further groups, such as `config.eval.bleu`.
 
-    `effect` is what the fields of these groups affect, unless an added group is a `Group`, whose fields say it. If
-    `chosen_by` names a field, a value of this group has only the added group that this field names.
+    If an added group is a plain dataclass, all its fields have the effect `effect`. If it is a `Group`, its fields
+    state their effects. If `chosen_by` is the name of a field, a config has only the added group that this field names.
     """
 
     extensions: affects.Nothing[tuple[tuple[str, Any], ...]] = ()
@@ -87,9 +88,9 @@ class Extensible(Group):
 
 
 def add_group(parent: type[Extensible], name: str, group: type) -> None:
-    """Add the dataclass `group` to the group `parent` of the schema, as a field with the given name.
+    """Add the dataclass `group` to the schema, as the field `name` of the group `parent`.
 
-    Raise `UserError` if the name is taken, or if `group` is not a frozen dataclass whose fields all have defaults.
+    Raise `UserError` if the name is taken, or if `group` is not a frozen dataclass with defaults for all fields.
     """
     if name in types_of(parent):
         raise UserError(f"{parent.__name__} has a field {name!r} already; choose another name")
@@ -102,12 +103,12 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
 
 
 def added_groups(parent: type) -> Mapping[str, type]:
-    """Return the groups that have been added to a group, by field name, in an order that imports do not change."""
+    """Return the groups that extensions have added to `parent`, sorted by field name."""
     return dict(sorted(_added.get(parent, {}).items()))
 
 
 def find_groups(parent: type[Extensible], find: Callable[[str], type | None]) -> None:
-    """Let `find` return the group to add for a name that `parent` does not have, or None. It is called when needed."""
+    """Register a function that is called with each unknown field of `parent`. It returns a group to add, or None."""
     _find[parent] = find
 
 
@@ -119,21 +120,21 @@ def type_of(group: type, name: str) -> Any:
 
 
 def default_groups(group: type, values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the groups that a value of a group has, given its other values."""
+    """Return the names of the added groups that a config with these values has."""
     others: Iterable[str] = ()
     if by := getattr(group, "_chosen_by", ""):
         chosen = str(values.get(by, getattr(group, by)))
-        type_of(group, chosen)  # Adds the group.
+        type_of(group, chosen)  # Add the group if it exists.
         others = added_groups(group).keys() - {chosen}
     return [name for name, kind in types_of(group).items() if dataclasses.is_dataclass(kind) and name not in others]
 
 
 def types_of(group: type) -> dict[str, Any]:
-    """Return the types of a group's fields by name, including groups that extensions have added."""
+    """Return the type of each field of a group, including groups that extensions have added."""
     return {**_declared_types(group), **added_groups(group)}
 
 
-@functools.cache  # Evaluating 200 annotations takes longer than the rest of reading a config.
+@functools.cache  # Evaluating 200 annotations would dominate the time to read a config.
 def _declared_types(group: type) -> dict[str, Any]:
     hints = get_type_hints(group, include_extras=True)
     return {name: kind for name, kind in hints.items() if name != "extensions"}
@@ -141,7 +142,7 @@ def _declared_types(group: type) -> dict[str, Any]:
 
 @functools.cache
 def options(annotation: Any) -> dict[Any, tuple[Rule, ...]]:
-    """Return the types that a value of a field may have, such as `int` and `NoneType`, each with its rules."""
+    """Return the types that a field accepts, such as `int` and `NoneType`, with the rules for each type."""
     if get_origin(annotation) is Annotated:
         outer = tuple(rule for rule in annotation.__metadata__ if isinstance(rule, Rule))
         return {kind: rules + outer for kind, rules in options(annotation.__origin__).items()}
@@ -151,21 +152,21 @@ def options(annotation: Any) -> dict[Any, tuple[Rule, ...]]:
 
 
 def entry_type(annotation: Any) -> type | None:
-    """Return the dataclass of the list entries if the annotation is a list of groups, else None."""
+    """Return the dataclass of the entries if a field is a list of groups, else None."""
     kind = next(iter(options(annotation)))
     item = get_args(kind)[0] if get_origin(kind) is tuple else None
     return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
 
 
 def marks_of(annotation: Any) -> frozenset[Effect | Flag]:
-    """Return the effect and the flags of a field, given its annotation."""
+    """Return the effect and the flags in a field's type annotation."""
     return frozenset(mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Effect | Flag))
 
 
 def marks(group: type, path: str = "") -> Iterator[tuple[str, frozenset[Effect | Flag]]]:
-    """Yield the full name, such as "model.cache.bits", and the effect and flags of each field of a group.
+    """Yield the full name, such as "model.cache.bits", and the effect and flags, for each field of a group.
 
-    Fields of the entries of a list have names such as "data.sources.path".
+    The entries of a list of groups share one name per field, such as "data.sources.path".
     """
     prefix = f"{path}." if path else ""
     for name, kind in types_of(group).items():
@@ -180,12 +181,12 @@ def marks(group: type, path: str = "") -> Iterator[tuple[str, frozenset[Effect |
 
 
 def fields_with(group: type, *any_of: Effect | Flag) -> list[str]:
-    """Return the full names of the fields of a group, and of the groups in it, that have any of the marks."""
+    """Return the full names of all fields in a group and its subgroups that have at least one of the marks."""
     return [name for name, of_field in marks(group) if not of_field.isdisjoint(any_of)]
 
 
 def without(group: type, values: Mapping[str, Any], mark: Effect | Flag) -> dict[str, Any]:
-    """Return the values of a group, as `values_of` returns them, without the fields that have a mark."""
+    """Remove the fields that have a mark from the result of `values_of`."""
     hints = types_of(group)
     kept = {name: value for name, value in values.items() if mark not in marks_of(hints.get(name))}
     for name, kind in hints.items():
@@ -197,7 +198,7 @@ def without(group: type, values: Mapping[str, Any], mark: Effect | Flag) -> dict
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group, as `values_of` returns them, by full name, such as "model.cache.bits"."""
+    """Flatten the result of `values_of` to a dictionary with full names such as "model.cache.bits"."""
     names: dict[str, Any] = {}
     for name, value in values.items():
         names |= {f"{name}.{n}": v for n, v in flat(value).items()} if isinstance(value, Mapping) else {name: value}
@@ -205,13 +206,13 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_of(group: Any) -> dict[str, Any]:
-    """Return a group as nested dictionaries of plain values and tuples, including its added groups."""
+    """Convert a group, including added groups, to nested dictionaries of plain values and tuples."""
     names = [*_declared_types(type(group)), *dict(getattr(group, "extensions", ()))]
     return {name: plain(getattr(group, name)) for name in names}
 
 
 def plain(value: Any) -> Any:
-    """Return a value with all groups in it converted to dictionaries."""
+    """Convert all groups in a value to dictionaries."""
     if dataclasses.is_dataclass(value):
         return values_of(value)
     return tuple(map(plain, value)) if isinstance(value, tuple) else value

@@ -1,11 +1,11 @@
-"""Flags of config fields. A field's type may have several, as in `flag.Branch[affects.Training[int]]`."""
+"""Flags of config fields. A field's type states them, as in `flag.Branch[affects.Training[int]]`."""
 
 import enum
 from typing import Annotated, TypeVar
 
 
 class Flag(enum.Enum):
-    """Further facts about a field."""
+    """A fact about a field in addition to its `Effect`. A field may have several flags."""
 
     BRANCH = "may change when a run branches from a checkpoint"
     CONVERSION = "may be set when a Transformer is converted to another architecture"

@@ -23,14 +23,14 @@ WindowPattern = Annotated[
 
 
 def default_specific_fields() -> dict[str, Any]:
-    """Return the defaults of the fields that only some architectures use, to reset them for another architecture."""
+    """Return the defaults of the fields that only some architectures use, for recipes that change the architecture."""
     specific = fields_with(ModelConfig, flag.Flag.SPECIFIC)
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in specific}
 
 
 class CacheConfig(Group):
-    """The key/value cache of generation and of scores of continuations. The suite `cache` sets these fields. A
-    compressed cache also serves the losses of validation rows, except with `data.document_mask`."""
+    """The key/value cache, for generation and for scoring continuations. The suite `cache` sets these fields. If the
+    cache is compressed, validation losses use it too, except with `data.document_mask`."""
 
     bits: flag.Decoder[affects.Function[FewBits | None]] = None
     """Number of bits, 8 or 4, of each cached number. The keys and the values of a token have one scale per (sub-)head.
@@ -38,10 +38,10 @@ class CacheConfig(Group):
     tokens: flag.Decoder[affects.Function[Positive[int] | None]] = None
     """Largest number of tokens that each key/value head keeps of a row. None: all tokens."""
     recent_share: flag.Decoder[affects.Function[UnitHalfOpen]] = 0.5
-    """Share of `tokens` for the most recent tokens. The others are those that have received the largest attention
-    weights, summed over queries (heavy hitters, arXiv 2306.14048)."""
+    """Share of `tokens` for the most recent tokens. The remaining slots keep the tokens that have received the most
+    attention, summed over queries (heavy hitters, arXiv 2306.14048)."""
     chunk_tokens: flag.Decoder[affects.Function[ChunkTokens]] = 32
-    """Number of tokens of a prompt, or of a row to score, that enter a compressed cache at a time, a power of two up to
+    """Number of tokens of a prompt, or of a row to score, that enter a compressed cache together: a power of two up to
     32. They attend to each other before they are compressed."""
 
     def __post_init__(self):
@@ -53,19 +53,20 @@ class CacheConfig(Group):
 
     @property
     def compresses(self) -> bool:
-        """Whether the cache holds less than all keys and values in the compute dtype."""
+        """Whether the cache is quantised or keeps only some tokens."""
         return self.bits is not None or self.tokens is not None
 
 
 class RopeScalingConfig(Group):
-    """Rotary frequencies for a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783)."""
+    """Lower rotary frequencies, for a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783)."""
 
     factor: affects.Function[Positive[float]] = 1.0
     """Divisor of low frequencies. 1: no scaling."""
     low_freq_factor: affects.Function[Positive[float]] = 1.0
-    """A frequency with at most this number of rotations over the original context is divided by `factor`."""
+    """Frequencies with at most this number of rotations over the original context are divided by `factor`."""
     high_freq_factor: affects.Function[Positive[float]] = 4.0
-    """A frequency with at least this number of rotations is unchanged. In between, the factor is interpolated."""
+    """Frequencies with at least this number of rotations are unchanged. Between the two limits, the divisor is
+    interpolated."""
     original_max_position_embeddings: affects.Function[Positive[int]] = 8192
     """Length of the original context in tokens."""
 
@@ -78,7 +79,7 @@ class RopeScalingConfig(Group):
 
 
 class MatchedConfig(Group):
-    """The Transformer that a recipe has made the model equal in size (`match` in `difftx/model/matching.py`)."""
+    """The Transformer to which a recipe has matched the number of parameters (`match`, `difftx/model/matching.py`)."""
 
     num_heads: flag.Decoder[affects.Nothing[Positive[int] | None]] = None
     """Its `num_heads`. None: the model is not matched with a Transformer."""
@@ -104,8 +105,8 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     num_layers: flag.Decoder[affects.Shapes[AxisLength]] = 24
     """Number of layers, each with attention and an MLP."""
     num_heads: flag.Decoder[affects.Shapes[AxisLength]] = 8
-    """Number of heads. A head of `diff` has two query/key sub-heads, so a Transformer of equal size has twice as
-    many."""
+    """Number of heads. A head of `diff` has two query/key sub-heads, so a Transformer of equal size has twice as many
+    heads."""
     num_kv_heads: affects.Shapes[AxisLength | None] = None
     """Number of key/value heads for grouped-query attention, counted like `num_heads`. None: one per head, or one
     per noise head with `gda`, `gdla` and `motif`."""
@@ -128,9 +129,9 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     window: affects.Function[Positive[int] | None] = None
     """Number of tokens to which a token attends in layers with a sliding window, itself included. None: no windows."""
     window_pattern: flag.Decoder[affects.Function[WindowPattern]] = "L"
-    """Layers with the window (L) and layers without (G), such as "LLLLLG" for 5 of 6 layers as in Gemma 3 (arXiv
-    2503.19786). Layers N have neither a window nor a rotary embedding, as one of four layers, "GGGN", in SmolLM 3. The
-    pattern repeats over the layers, so its length must divide `num_layers`."""
+    """One letter per layer. L: with the window. G: without it. N: with neither a window nor a rotary embedding. Gemma 3
+    has "LLLLLG" (arXiv 2503.19786), SmolLM 3 has "GGGN". The pattern repeats over the layers, so its length must divide
+    `num_layers`."""
     norm_eps: affects.Function[Positive[float]] = 1e-5
     """Epsilon of the RMSNorms before attention, before the MLP and after the last layer, and of `qk_norm`."""
     head_norm: flag.Conversion[affects.Function[Literal["none", "rms", "rms_affine", "scalar", "sigmoid"]]] = (
@@ -150,12 +151,13 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     lambda_std: flag.Specific[affects.Training[NotNegative[float]]] = 0.1
     """Standard deviation of the initial vectors λ_q1, λ_k1, λ_q2 and λ_k2."""
     lambda_bound: flag.Specific[affects.Function[Literal["none", "sigmoid", "tanh"]]] = "none"
-    """Function that keeps the λ of `diff`, `gda` and `zero_branch` in a range. With e = exp(λ_q1·λ_k1) -
-    exp(λ_q2·λ_k2), "none": λ = e + λ_init as in the paper; "sigmoid": λ = σ(e + σ⁻¹(λ_init)) in (0, 1); "tanh":
-    λ = tanh(e + tanh⁻¹(λ_init)) in (-1, 1)."""
+    """Function that bounds the λ of `diff`, `gda` and `zero_branch`. Let e = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2). "none":
+    λ = e + λ_init as in the paper. "sigmoid": λ = σ(e + σ⁻¹(λ_init)) in (0, 1). "tanh": λ = tanh(e + tanh⁻¹(λ_init))
+    in (-1, 1)."""
     post_scale: flag.Specific[affects.Function[float | None]] = None
-    """Constant gain: a factor of the heads' outputs after the head norm. None: 1 - λ_init in `diff`, `gda`, `motif`
-    and `signed_mask` (Eq. 3 of the paper), and 1 in all others. `zero_branch` and `dex` have none."""
+    """Constant factor by which the heads' outputs are multiplied after the head norm. None: 1 - λ_init in `diff`,
+    `gda`, `motif` and `signed_mask` (Eq. 3 of the paper), and 1 in all others. `zero_branch` and `dex` have no such
+    factor."""
     init: flag.Conversion[affects.Training[Literal["fan_in", "normal"]]] = "fan_in"
     """Initial values of projections. "fan_in": uniform with variance 1 / (3 fan_in), like PyTorch's `Linear` in the
     official code. "normal": normal with mean 0 and standard deviation `init_std`."""
@@ -169,32 +171,33 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     tie_embeddings: flag.Decoder[affects.Shapes[bool]] = True
     """Whether the embedding is also the output projection. The model sizes of Table 10 require it."""
     logit_soft_cap: flag.Decoder[affects.Function[Positive[float] | None]] = None
-    """Bound c of the vocabulary's logits, which become c tanh(logits / c). Gemma 2 has 30 (arXiv 2408.00118). None: no
-    bound."""
+    """Bound c of the vocabulary logits: they are replaced by c tanh(logits / c). Gemma 2 has 30 (arXiv 2408.00118).
+    None: no bound."""
     mup_base_width: flag.Decoder[affects.Function[AxisLength | None]] = None
-    """`d_model` of the model whose learning rate this model takes over (µP, arXiv 2203.03466, and CompleteP, arXiv
-    2505.01618). docs/operations.md shows how to use it. None: the rate is this model's own, and nothing is scaled."""
+    """`d_model` of the base model, whose learning rate this model uses (µP, arXiv 2203.03466, and CompleteP, arXiv
+    2505.01618). docs/operations.md shows how to use it. None: the learning rate applies to this model without
+    scaling."""
     mup_base_layers: flag.Decoder[affects.Function[AxisLength | None]] = None
-    """`num_layers` of the model whose learning rate this model takes over. The λ_init of a layer is then that of the
-    same relative depth in that model."""
+    """`num_layers` of the µP base model. A layer then has the λ_init of the layer at the same relative depth in the
+    base model."""
     mup_base_head_dim: flag.Decoder[affects.Function[AxisLength | None]] = None
-    """Width of a query/key sub-head in the model whose learning rate this model takes over. This model must have the
-    same, because rates do not transfer between heads of different widths."""
+    """Width of a query/key sub-head in the µP base model. This model must have the same width, because learning rates
+    do not transfer between heads of different widths."""
     compute_dtype: flag.Decoder[flag.Kernel[affects.Training[Literal["float32", "bfloat16"]]]] = "bfloat16"
     """Dtype of activations and matrix products. Parameters and λ are float32."""
     matmul: affects.Training[Matmul] = "compute_dtype"
     """Precision of the products with the weights of attention and MLP. "compute_dtype": as all other products. "fp8":
-    e4m3, and e5m2 for gradients. "int8": 8-bit integers, except in the gradients of weights. Both have a scale per row
-    and per column, which each product computes. CPUs emulate them; other devices must have units for them.
-    "int8_weights", "int4_weights": only the weights are rounded, with a scale per output, or in int4 per 128 inputs of
-    an output. Gradients pass through the rounding."""
+    e4m3, and e5m2 for gradients. "int8": 8-bit integers, except in the gradients of weights. For "fp8" and "int8", each
+    product computes a scale per row and per column. CPUs emulate both; other devices must have units for them.
+    "int8_weights", "int4_weights": only the weights are rounded. int8 has one scale per output, int4 one scale per 128
+    inputs of an output. Gradients pass through the rounding."""
     matmul_ranges: flag.Decoder[affects.Training[tuple[NotNegative[float], ...]]] = ()
-    """Largest magnitudes of the inputs of all such products, layer by layer, for static scales of the inputs. (): a
-    scale per row. The suite `quantize` sets this field. It requires `remat` = "none"."""
+    """Largest input magnitude of each such product, layer by layer, from which static scales are computed. (): each
+    product computes a scale per row. The suite `quantize` sets this field. It requires `remat` = "none"."""
     remat: flag.Preset[flag.Decoder[affects.Rounding[Literal["none", "dots", "full", "offload"]]]] = "dots"
-    """Activations of a layer that are saved for the backward pass, which recomputes all others. "none": all outside of
-    kernels. "dots": matrix products and attention. "full": the layer's input. "offload": the layer's input, which is
-    kept in host memory."""
+    """Activations of a layer that are saved for the backward pass. All others are recomputed. "none": all activations
+    outside of kernels are saved. "dots": matrix products and attention. "full": the layer's input. "offload": the
+    layer's input, in host memory."""
     attention_implementation: affects.Rounding[str] = "auto"
     """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures. "cudnn" supports
     all except `off_by_one`, `sink`, `top_k` and `signed_mask`. "pallas_tpu", "splash_wide" and "pallas_gpu" support
@@ -213,7 +216,7 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
     cache: CacheConfig
     """The key/value cache."""
     matched: MatchedConfig
-    """The Transformer of equal size."""
+    """The Transformer with equally many parameters."""
 
     def __post_init__(self):
         pattern = self.window_pattern
@@ -236,31 +239,31 @@ class ModelConfig(Extensible, effect=affects.Effect.FUNCTION, chosen_by="archite
 
     @property
     def width_ratio(self) -> float:
-        """Width of the model divided by that of the model of `mup_base_width`. 1 if that is not set."""
+        """`d_model` divided by `mup_base_width`, or 1 if that is not set."""
         return self.d_model / (self.mup_base_width or self.d_model)
 
     @property
     def depth_ratio(self) -> float:
-        """Number of layers divided by that of the model of `mup_base_layers`. 1 if that is not set."""
+        """`num_layers` divided by `mup_base_layers`, or 1 if that is not set."""
         return self.num_layers / (self.mup_base_layers or self.num_layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Window of each layer of `window_pattern`, or None for a layer without a window."""
+        """For each letter of `window_pattern`, the window of the layer, or None if it has no window."""
         return tuple(self.window if letter == "L" else None for letter in self.window_pattern)
 
     @property
     def rotates(self) -> tuple[bool, ...]:
-        """Whether each layer of `window_pattern` has a rotary embedding."""
+        """For each letter of `window_pattern`, whether the layer has a rotary embedding."""
         return tuple(letter != "N" for letter in self.window_pattern)
 
     @property
     def own(self) -> Any:
-        """The config group of the architecture, such as `model.top_k`, or None if it has none."""
+        """The architecture's own config group, such as `model.top_k`, or None if it has no such group."""
         return dict(self.extensions).get(self.architecture)
 
     @property
     def embeddings(self) -> int:
-        """Number of embeddings, after `with_vocabulary` has set `vocab_size`."""
+        """Number of embeddings. Call `with_vocabulary` first if `vocab_size` is None."""
         assert self.vocab_size is not None, "model.vocab_size=None: with_vocabulary (data/tokenizers.py) derives it"
         return self.vocab_size

@@ -1,6 +1,6 @@
-"""Recipes: Python files with a function `get_config` that returns a `ConfigDict`, or configs in JSON.
+"""Load recipes: Python files with a function `get_config` that returns a `ConfigDict`, or configs in JSON.
 
-The recipes of difftx are in the package `difftx.configs`, the folder configs/. Recipes of users can be in any folder.
+The recipes of difftx are in the folder configs/, the package `difftx.configs`. Users' recipes can be in any folder.
 """
 
 import importlib
@@ -22,23 +22,23 @@ from difftx.storage.paths import path_of
 
 
 def default_config() -> ConfigDict:
-    """Return a `ConfigDict` with the default of every field, for recipes to edit."""
+    """Return a `ConfigDict` with the default of every field. Recipes edit it."""
     return defaults_of(Config)
 
 
 def load_config(spec: str, overrides: Mapping[str, Any]) -> Config:
     """Return the config of a recipe, with overrides applied.
 
-    `spec` is `FILE.py` or the name of a recipe of difftx, such as `quickstart`. An appended `:ARG` is the argument of
-    `get_config`. An override also changes the fields that the recipe derives from the field by `ConfigDict.get_ref`.
-    Any other file has a config in JSON, such as the `config.json` of a run.
+    `spec` is `FILE.py` or the name of a recipe of difftx, such as `quickstart`. `:ARG` at its end is passed to
+    `get_config`. `spec` may also be a JSON file, such as the `config.json` of a run. If a recipe derives a field from
+    an overridden field by `ConfigDict.get_ref`, the derived field changes too.
     """
     if is_json(spec):
         content = Path(spec).read_bytes() if spec.startswith("/dev/") else None  # A pipe can be read only once.
         return override(config_from_dict(read_json(path_of("--config", spec), content)), overrides)
     path, argument = split_spec(spec)
     module = _import_recipe(path)
-    changes = parsed(overrides)  # Before the recipe, which may take seconds. Its file may have added groups.
+    changes = parsed(overrides)  # First, because running the recipe may take seconds.
     if not callable(getattr(module, "get_config", None)):
         raise UserError(f"--config={path}: the file has no function get_config; configs/quickstart.py is an example")
     with one_line_errors(module):
@@ -55,23 +55,23 @@ def load_config(spec: str, overrides: Mapping[str, Any]) -> Config:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Return the name or file of a recipe, and its argument or ""."""
+    """Split `RECIPE:ARG` into the recipe's name or file and its argument, which may be ""."""
     recipe, _, argument = spec.partition(":")
     return recipe, argument
 
 
 def argument_of(path: str) -> str | None:
-    """Return the format of a recipe's argument, such as "{architecture}-{size}", or None if it takes none."""
+    """Return the format of a recipe's argument, such as "{architecture}-{size}", or None if it takes no argument."""
     return None if is_json(path) else getattr(_import_recipe(path), "ARG", None)
 
 
 def is_name(text: str) -> bool:
-    """Return whether the first part of a `spec` names a recipe of difftx, and not a file."""
+    """Return whether a recipe in a `spec` is given by its name in difftx and not as a file."""
     return "." not in text and "/" not in text
 
 
 def is_json(spec: str) -> bool:
-    """Return whether a `spec` is a file with a config in JSON. It may be a pipe, such as /dev/stdin."""
+    """Return whether a `spec` is a JSON config: a .json file, or a pipe such as /dev/stdin."""
     return spec.endswith(".json") or spec.startswith("/dev/")
 
 

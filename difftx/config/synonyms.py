@@ -1,9 +1,12 @@
-"""Names of config fields and flags in other trainers: Hugging Face, MaxText, nanoGPT, levanter, torchtitan."""
+"""Names that other trainers use for config fields and flags: Hugging Face, MaxText, nanoGPT, levanter, torchtitan.
+
+Error messages for unknown names use them to propose the right field or flag.
+"""
 
 from difftx.config import Config
 from difftx.config.fields import marks
 
-# Field → names that newcomers bring.
+# Field → its names in other trainers.
 SYNONYMS = {
     "model.architecture": "arch model_type attention_type",
     "model.d_model": "hidden_size n_embd dim emb_dim embed_dim base_emb_dim",
@@ -55,7 +58,7 @@ SYNONYMS = {
 }
 
 
-# Flag of a command → names that newcomers bring.
+# Flag of a command → its names in other trainers.
 FLAG_SYNONYMS = {
     "config": "recipe config_file config_name config_path",
     "workdir": "model model_path checkpoint ckpt resume resume_from_checkpoint output_dir run_dir out_dir save_dir "
@@ -76,12 +79,12 @@ NOTES = {
 
 
 def flag_named(name: str) -> str | None:
-    """Return the flag of a command that another trainer calls `name`."""
+    """Return the command-line flag that another trainer calls `name`, or None."""
     return next((flag for flag, names in FLAG_SYNONYMS.items() if name in names.split()), None)
 
 
 def field_named(name: str) -> str | None:
-    """Return the full name of the field that another trainer calls `name`, or of the only field with this last name."""
+    """Return the full name of the field that other trainers call `name`, or that alone ends in `.name`, or None."""
     for field, names in SYNONYMS.items():
         if name in names.split():
             return field

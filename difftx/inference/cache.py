@@ -1,4 +1,4 @@
-"""The cache of keys and values during generation. Slot i of a row holds the keys and values of the row's token i."""
+"""The key/value cache of generation. Slot i of a row holds token i, unless the cache evicts tokens."""
 # Axes in names and shapes: L = layers, B = rows, S = slots, T = new tokens, K = key/value heads
 
 import functools
@@ -24,37 +24,38 @@ ROWS = P(BATCH, None)
 
 
 class Entries(NamedTuple):
-    """Keys and values of new tokens, with all that a cache needs to store them."""
+    """Keys and values of new tokens, with the data that a cache needs to store them."""
 
     keys: jax.Array  # [L, B, T, K, G, width]
     values: jax.Array  # [L, B, T, K, width]
     position_BT: jax.Array  # Position of each token in its row, or `EMPTY` for padding.
-    mass_LBTK: jax.Array | None = None  # The second result of `cached.weighted_attention`, for a cache with `Slots`.
+    mass_LBTK: jax.Array | None = None  # See `Slots.mass_BKS`. None if the cache keeps all tokens.
     mass_LBKS: jax.Array | None = None
 
 
 def rounded_up(tokens: int, unit: int) -> int:
-    """Return a multiple of `unit` from few sizes, of which most are at most a quarter above `tokens`.
+    """Round `tokens` up to one of a few sizes, because each size requires a compilation.
 
-    Each size is compiled. From 8 units on, there are four sizes per power of two.
+    Sizes are multiples of `unit`. From 8 units on, there are four sizes per power of two, so a size is at most a
+    quarter above `tokens`.
     """
     step = max(unit, 2 ** (tokens - 1).bit_length() // 8)
     return max(1, -(-tokens // step)) * step
 
 
 def capacity_for(tokens: int, config: CacheConfig) -> int:
-    """Return the number of slots per row of a cache for rows of up to `tokens` tokens, or the limit."""
+    """Return the number of cache slots per row for rows of up to `tokens` tokens, at most `config.tokens`."""
     slots = rounded_up(tokens, UNIT)
     return slots if config.tokens is None else min(slots, config.tokens)
 
 
 def capacity_of(cache: KVCache) -> int:
-    """Return the number of slots per row."""
+    """Return the number of slots per row in a cache."""
     return jax.tree.leaves(cache[0])[0].shape[-2]
 
 
 def empty_cache(model: Decoder, rows: int, capacity: int) -> KVCache:
-    """Return a cache without tokens, whose arrays are `[L, B, K, …, S, …]`. Under jit, they are created sharded."""
+    """Return an empty cache, with arrays `[L, B, K, …, S, …]`. Call it under jit to create the arrays sharded."""
     config, sharding = model.config.cache, model.layout.cache_LBK
 
     def zeros(entry: jax.ShapeDtypeStruct) -> jax.Array | Quantized:
@@ -87,10 +88,10 @@ def extend(
     segment_BT: jax.Array,
     branch_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Entries]:
-    """Return the last layer's normalised output `[B, T, D]` for new tokens, and what to write to the cache.
+    """Return the last layer's normalised output `[B, T, D]` for new tokens, and their entries for the cache.
 
-    A new token of segment 0 attends to the first `used_B` slots of its row and to earlier new tokens of its branch.
-    Padding tokens have the segment `EMPTY`. Without a cache, the tokens must be whole prompts.
+    Real tokens have segment 0, padding tokens have segment `EMPTY`. A real token attends to the first `used_B` slots of
+    its row and to earlier new tokens of its branch. Without a cache, the tokens must be whole prompts.
     """
     slots = 0 if cache is None else capacity_of(cache)
     cached_BS = jnp.where(jnp.arange(slots)[None] < used_B[:, None], 0, EMPTY)
@@ -104,16 +105,16 @@ def extend(
 def extend_chunk(
     model: Decoder, cache: KVCache | None, start: jax.Array, tokens_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, Entries]:
-    """Call `extend` for the tokens of each row from position `start` on. Tokens beyond `length_B` are padding."""
+    """Call `extend` for the chunk of each row that begins at `start`. Positions from `length_B` on are padding."""
     positions_1T = start + jnp.arange(tokens_BT.shape[1])[None]
     segment_BT = jnp.where(positions_1T < length_B[:, None], 0, EMPTY)
     return extend(model, cache, jnp.minimum(start, length_B), tokens_BT, positions_1T, segment_BT)
 
 
 def write_chunk(cache: KVCache, entries: Entries, start: jax.Array, config: CacheConfig) -> KVCache:
-    """Return the cache with T new tokens of each row in the slots from `start` on. All T slots must exist.
+    """Write T new tokens of each row to the T slots from `start` on, and return the cache. These slots must exist.
 
-    If the cache keeps some tokens only, the new tokens take the slots of evicted ones.
+    If the cache keeps only some tokens, new tokens replace evicted tokens instead.
     """
     if config.tokens is not None:
         return _write_to_evicted(cache, entries, config)
@@ -121,15 +122,15 @@ def write_chunk(cache: KVCache, entries: Entries, start: jax.Array, config: Cach
 
 
 def write_token(cache: KVCache, entries: Entries, slot_B: jax.Array, config: CacheConfig) -> KVCache:
-    """Return the cache with one new token of each row in slot `slot_B`. Tokens whose slots do not exist are dropped.
+    """Write one new token per row to slot `slot_B`, and return the cache. Drop a token if its slot does not exist.
 
-    If the cache keeps some tokens only, the token takes the slot of an evicted one.
+    If the cache keeps only some tokens, the new token replaces an evicted token instead.
     """
     if config.tokens is not None:
         return _write_to_evicted(cache, entries, config)
 
     def put(old, new, slot_B):
-        # The indices cover all axes except the last. With fewer indexed axes, XLA on CPUs would copy the whole cache.
+        # Index all axes except the last. With fewer indexed axes, XLA on CPUs would copy the whole cache.
         before = jnp.indices(old.shape[:-2], sparse=True)
         slot_B = jnp.expand_dims(slot_B, tuple(i for i in range(old.ndim - 2) if i != 1))
         return old.at[(*before, slot_B)].set(new[..., 0, :], unique_indices=True, mode="drop")
@@ -138,7 +139,7 @@ def write_token(cache: KVCache, entries: Entries, slot_B: jax.Array, config: Cac
 
 
 def _write(put: Callable, cache: KVCache, entries: Entries, where: jax.Array, config: CacheConfig) -> KVCache:
-    """Write entries to each array of the cache with `put(old, new, where)`, on each device's shard."""
+    """Call `put(old, new, where)` for each array of the cache, on each device's shard, and return the new cache."""
 
     def on_one_device(cache, keys_and_values, where):
         return jax.tree.map(lambda old, new: put(old, jnp.moveaxis(new, 2, -2), where), cache, keys_and_values)
@@ -150,10 +151,10 @@ def _write(put: Callable, cache: KVCache, entries: Entries, where: jax.Array, co
 
 
 def _write_to_evicted(cache: KVCache, entries: Entries, config: CacheConfig) -> KVCache:
-    """Return the cache with the T new tokens of each row in the slots of T evicted tokens, or in empty slots.
+    """Write T new tokens of each row to empty slots, or to the slots of evicted tokens, and return the cache.
 
-    The most recent tokens, which include the new ones, are kept. Among all other tokens, those with the least mass are
-    evicted.
+    The most recent tokens, including the new tokens, are never evicted. Of the older tokens, those that have received
+    the least attention (`mass`) are evicted.
     """
     assert config.tokens is not None
     recent = int(config.recent_share * config.tokens)
@@ -163,14 +164,14 @@ def _write_to_evicted(cache: KVCache, entries: Entries, config: CacheConfig) -> 
         total_LBKS += mass_LBKS
         T, S = position_BT.shape[1], total_LBKS.shape[-1]
         age_LBKS = jnp.max(position_BT, axis=1)[None, :, None, None] - position_LBKS
-        # Recent tokens come after all others in the order of eviction, the newest last.
+        # The slots with the lowest priority are overwritten first: empty slots, older tokens by mass, recent tokens.
         priority_LBKS = jnp.where(age_LBKS < recent, jnp.finfo(jnp.float32).max / (2 + age_LBKS), total_LBKS)
         priority_LBKS = jnp.where(position_LBKS == EMPTY, -1, priority_LBKS)
         slot_LBKT = jnp.argsort(priority_LBKS, axis=-1)[..., :T]
-        slot_LBKT = jnp.where((position_BT == EMPTY)[None, :, None], S, slot_LBKT)  # Padding is dropped.
+        slot_LBKT = jnp.where((position_BT == EMPTY)[None, :, None], S, slot_LBKT)  # Slot S drops padding.
 
         def put(old, new):
-            """Write `new` `[L, B, T, K, …, W]` to the slots of `old` `[L, B, K, …, S, W]`."""
+            """Write `new`, `[L, B, T, K, …, W]`, to the chosen slots of `old`, `[L, B, K, …, S, W]`."""
             new = jnp.moveaxis(new, 2, -2)
             slots = jnp.expand_dims(slot_LBKT, tuple(range(3, old.ndim - 2)))
             before = (jnp.expand_dims(i, -1) for i in jnp.indices(old.shape[:-2], sparse=True))
@@ -192,19 +193,19 @@ def _write_to_evicted(cache: KVCache, entries: Entries, config: CacheConfig) -> 
 
 
 def _stored(entries: Entries, config: CacheConfig) -> tuple[Any, Any]:
-    """Return keys and values as the cache stores them."""
+    """Return the keys and values in the cache's format: quantised if `config.bits` is set."""
     new = entries.keys, entries.values
     return new if config.bits is None else (quantize(new[0], config.bits), quantize(new[1], config.bits))
 
 
 def _specs(cache: KVCache) -> tuple[P, P]:
-    """Return the PartitionSpecs of arrays of the cache, and of entries."""
+    """Return the PartitionSpecs of the cache's arrays and of the arrays in `Entries`."""
     over_heads = jax.typeof(jax.tree.leaves(cache)[0]).sharding.spec[2]
     return P(None, BATCH, over_heads), P(None, BATCH, None, over_heads)
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
-    """Return the cache with at least `capacity` slots per row, of which the new ones are empty."""
+    """Return the cache with at least `capacity` slots per row. Added slots are empty."""
     return cache if capacity <= capacity_of(cache) else _grown(cache, capacity)
 
 

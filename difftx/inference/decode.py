@@ -2,10 +2,10 @@
 
 The prompts of a batch may differ in length. Token i of a row has position i and is in slot i of the row's cache. Short
 prompts are padded with tokens to which no other token attends, and new tokens overwrite this padding. The numbers of
-rows, of slots and of tokens are rounded up, so that few programs are compiled.
+rows, slots and tokens are rounded up, so that few programs are compiled.
 
-A prompt passes through the model as a row of the training does, and fills the cache at the end. If the cache compresses
-keys and values, a prompt enters it chunk by chunk instead, because its later tokens must attend to compressed ones.
+A whole prompt passes through the model like a training row, and is then written to the cache. If the cache compresses
+keys and values, the prompt is processed in chunks instead, because later chunks must attend to compressed keys.
 
 Rows are sharded over the mesh axes `data` and `fsdp`, heads over `tensor`. Prefer `tensor` for generation, because
 weights that are sharded over `fsdp` are gathered for every token.
@@ -47,16 +47,16 @@ from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
 from difftx.training.state import graph, init_params
 
-MIN_CHUNK_TOKENS = 32  # Minimum number of tokens per row in a program for prompts.
+MIN_CHUNK_TOKENS = 32  # Smallest number of tokens per row for which a prefill program is compiled.
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
-ROOM_TOKENS = 1024  # Most new tokens that a cache has room for at first. Programs are compiled again when it grows.
-NO_TOKEN = -1  # Fills a block's entries after the end of a row.
-NO_ROW = -1  # Row that keeps its request when others are replaced.
+ROOM_TOKENS = 1024  # A new cache has room for at most this many new tokens. When it grows, programs are compiled again.
+NO_TOKEN = -1  # Fills the rest of a block after a row has ended.
+NO_ROW = -1  # Marks a row that `replaced` does not replace.
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """The parameters of a model, with its config, mesh and tokenizer."""
+    """A model's parameters, config, mesh and tokenizer."""
 
     config: Config
     mesh: jax.sharding.Mesh
@@ -65,14 +65,14 @@ class LanguageModel:
 
     @property
     def context_length(self) -> int:
-        """Largest number of tokens of a prompt with its new tokens, which is the row length in training."""
+        """Largest number of tokens in a prompt plus its new tokens: the row length of training."""
         return self.config.data.sequence_length
 
     @functools.cached_property
     def weights(self) -> Any:
-        """Parameters for `model_of`, in the compute dtype except for vectors, with arrays of its own for each layer.
+        """Parameters for `model_of`, cast to the compute dtype (except vectors) and with separate arrays per layer.
 
-        They are cast and separated once. A loop over tokens would copy matrices out of stacked arrays for each token.
+        The layers are unstacked once, here. A loop over tokens would copy each matrix out of the stack for each token.
         """
         dtype = self.config.model.compute_dtype
         mask = vector_mask(self.config.model)
@@ -81,7 +81,7 @@ class LanguageModel:
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
-        """Mask of the token ids that the tokenizer has, bool `[V]`. The model generates no other tokens."""
+        """Mask of the token ids that exist in the tokenizer, bool `[V]`. The model generates only these tokens."""
         size = self.config.model.embeddings
         allowed = [value is not None for value in self.tokenizer.token_bytes[:size]]
         return np.pad(allowed, (0, size - len(allowed)))
@@ -90,11 +90,11 @@ class LanguageModel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The state of a batch's rows between two decoding steps. A step appends one token to each row."""
+    """The state of all rows of a batch between decoding steps. A step appends one token to each row."""
 
     cache: KVCache
-    x_BD: jax.Array  # Output of the last layer at each row's last token, which determines the next token's logits.
-    length_B: jax.Array  # Number of cache slots in use, which is the position of the next token, int32.
+    x_BD: jax.Array  # Output of the last layer at each row's last token. It determines the next token's logits.
+    length_B: jax.Array  # Number of tokens in the row, int32. It is also the position of the next token.
     seen_BV: jax.Array  # Whether each token of the vocabulary occurs in the row, bool.
     seed_B: jax.Array  # Seed of the row's random samples, uint32.
     count_B: jax.Array  # Number of new tokens so far, int32.
@@ -103,7 +103,7 @@ class Rows:
 
 
 def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
-    """Return the number of rows of a batch that has room for `requests` rows. It is a power of two per shard."""
+    """Round the number of rows up so that each shard has the same power of two."""
     per_shard = -(-requests // batch_shards(mesh))
     return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
 
@@ -111,7 +111,7 @@ def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
 def padded(
     rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh, config: CacheConfig
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Pad rows to whole chunks. Return the int32 tokens `[B, T]` and lengths `[B]`, and the tokens per chunk."""
+    """Pad rows to whole chunks. Return the tokens `[B, T]` and lengths `[B]`, both int32, and the tokens per chunk."""
     longest = max(1, *map(len, rows))
     count = rows_for(len(rows), mesh)
     chunk = config.chunk_tokens if config.compresses else rounded_up(longest, MIN_CHUNK_TOKENS)
@@ -125,7 +125,7 @@ def padded(
 
 def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
     """Copy an array `[B, …]` from the host to the devices, with its rows sharded over the mesh."""
-    # Name every axis, as programs do in their outputs. JAX otherwise prepares a program again for its own outputs.
+    # Name every axis in the spec, as in the outputs of programs. A shorter spec would make JAX compile programs twice.
     spec = P(BATCH, *[None] * (x.ndim - 1))
     return jax.device_put(np.ascontiguousarray(x), jax.NamedSharding(mesh, spec))
 
@@ -133,9 +133,9 @@ def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
 def prefill(
     lm: LanguageModel, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], limits: Sequence[int], room: int = 0
 ) -> Rows:
-    """Process prompts, and return their rows, whose cache has at least `room` slots per row.
+    """Process prompts and return their `Rows`. The cache has at least `room` slots per row.
 
-    Rows with a limit of 0, and padding rows without a prompt, have ended.
+    Rows with a limit of 0, and padding rows without a prompt, are marked as ended.
     """
     compression = lm.config.model.cache
     tokens_BT, length_B, chunk = padded(prompts, lm.mesh, compression)
@@ -164,8 +164,8 @@ def prefill(
 def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling, *, room: int = 0) -> tuple[Rows, np.ndarray]:
     """Decode a block of new tokens. Return the new rows and the tokens `[B, N]`.
 
-    The cache is first enlarged, if necessary, to at least `room` slots per row. A row ends with the end-of-text token
-    or at its limit, and its later entries are NO_TOKEN.
+    Enlarge the cache first, if necessary, to at least `room` slots per row. A row ends with the end-of-text token or at
+    its limit. The entries after its end are NO_TOKEN.
     """
     end = np.int32(lm.tokenizer.eot_token)
     rows = dataclasses.replace(rows, cache=grow(rows.cache, capacity_for(room, lm.config.model.cache)))
@@ -173,18 +173,18 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling, *, room: int 
     return rows, np.asarray(token_BN)
 
 
-def replaced(lm: LanguageModel, rows: Rows, new: Rows, places: Sequence[int]) -> Rows:
-    """Return the rows with the first rows of `new` in their `places`."""
+def replaced(lm: LanguageModel, rows: Rows, new: Rows, row_indices: Sequence[int]) -> Rows:
+    """Replace row `row_indices[i]` of `rows` by row i of `new`, for each i."""
     capacity = max(capacity_of(x.cache) for x in (rows, new))
     rows, new = (dataclasses.replace(x, cache=grow(x.cache, capacity)) for x in (rows, new))
     source_B = np.full(len(rows.done_B), NO_ROW, np.int32)
-    source_B[list(places)] = np.arange(len(places))
+    source_B[list(row_indices)] = np.arange(len(row_indices))
     return _replaced(rows, new, put(lm.mesh, source_B))
 
 
 @functools.partial(jax.jit, donate_argnames="rows")
 def _replaced(rows: Rows, new: Rows, source_B: jax.Array) -> Rows:
-    """Return the rows with row `source_B[b]` of `new` in place of row b, unless it is `NO_ROW`."""
+    """Replace each row b by row `source_B[b]` of `new`, unless `source_B[b]` is `NO_ROW`."""
 
     def merged(axis: int, old: jax.Array, new: jax.Array) -> jax.Array:
         found = new.at[(slice(None),) * axis + (source_B,)].get(mode="clip", out_sharding=jax.typeof(old).sharding)
@@ -206,7 +206,7 @@ def _graph(config: Config, is_separated: bool) -> nnx.GraphDef:
     layout = Layout.of(config.mesh.context_method).for_inference()
 
     def model() -> Decoder:
-        # A kernel that the config names may not serve prompts of any length.
+        # The kernel that the config names may not support prompts of all lengths.
         free = dataclasses.replace(config.model, attention_implementation="auto")
         model = Decoder(free, layout, rngs=nnx.Rngs(0))
         if is_separated:
@@ -217,11 +217,11 @@ def _graph(config: Config, is_separated: bool) -> nnx.GraphDef:
 
 
 def model_of(config: Config, params: Any) -> Decoder:
-    """Return the model with the layout for inference, under jit. `params` are a model's `params` or `weights`."""
+    """Build the model with the layout for inference, under jit, from `LanguageModel.params` or `.weights`."""
     return nnx.merge(_graph(config, 0 in params["blocks"]), params)
 
 
-# The jitted functions below use the mesh that their caller sets, and are compiled once per config and shape.
+# Callers of the jitted functions below set the mesh. A function is compiled once per config and shape.
 @functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
 def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> KVCache:
     """Return an empty cache."""
@@ -229,7 +229,7 @@ def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> KVCac
 
 
 def cache_bytes_per_token(config: Config, params: Any) -> float:
-    """Return the size of the keys and values of one token in all layers, with their scales, in bytes."""
+    """Return the bytes that the cache needs per token: keys, values and their scales in all layers."""
     slots, rows = 1, batch_shards(jax.sharding.get_mesh())
     cache = jax.eval_shape(lambda params: empty_cache(model_of(config, params), rows, slots), params)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache[:2])) / rows
@@ -237,8 +237,8 @@ def cache_bytes_per_token(config: Config, params: Any) -> float:
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("cache", "x_BD"))
 def _prefill_chunk(params, cache, x_BD, start, tokens_BT, length_B, *, config):
-    """Add a chunk to the cache. Replace `x_BD` by the new output in rows whose last token is in the chunk."""
-    attended = cache if config.model.cache.compresses else None  # Otherwise, the chunk is the whole prompt.
+    """Add a chunk to the cache. For rows whose last token is in the chunk, replace `x_BD` by the new output."""
+    attended = cache if config.model.cache.compresses else None  # None: the chunk is the whole prompt.
     new_BTD, entries = extend_chunk(model_of(config, params), attended, start, tokens_BT, length_B)
     last_B = length_B - 1 - start
     new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
@@ -263,7 +263,7 @@ def _decode_block(params, rows, allowed_V, end, sampling, *, config):
         return i + 1, _append(model, rows, token_B, end, sampling), out_BN
 
     _, rows, out_BN = jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), rows, out_BN))
-    return rows, reshard(out_BN, P())  # Replicate the tokens, because every process reads them.
+    return rows, reshard(out_BN, P())  # Replicate the tokens, so that every process can read them.
 
 
 def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sampling) -> jax.Array:
@@ -279,12 +279,12 @@ def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sa
 
 
 def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, sampling: Sampling) -> Rows:
-    """Append a token to each row. In a row that has ended, the token has no effect, because the length stays."""
+    """Append a token to each row. Rows that have ended keep their length, so the token has no effect there."""
     count_B = rows.count_B + jnp.int32(~rows.done_B)
     done_B = rows.done_B | (token_B == end) | (count_B >= rows.limit_B)
     token_B1, position_B1 = token_B[:, None], rows.length_B[:, None]
     x_B1D, entries = extend(model, rows.cache, rows.length_B, token_B1, position_B1, jnp.zeros_like(token_B1))
-    # Write the entries only after the last layer has read the cache. Otherwise, XLA on CPUs copies the whole cache.
+    # Write the entries after the last layer has read the cache. Without the barrier, XLA on CPUs copies the cache.
     x_B1D, entries = jax.lax.optimization_barrier((x_B1D, entries))
     seen_BV = rows.seen_BV
     if sampling.repetition_penalty is not None:
@@ -301,7 +301,7 @@ def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, samp
 
 
 def trace_inference(config: Config, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> None:
-    """Trace generation and attention rows, with shapes in place of parameters. Nothing is compiled."""
+    """Trace generation and `attention_rows` with abstract parameters, to find errors without compiling."""
 
     def call(params: Any) -> None:
         lm = LanguageModel(config, mesh, params, tokenizer)

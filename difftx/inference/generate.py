@@ -1,4 +1,4 @@
-"""Generation of text for prompts. The text can be streamed while it is generated."""
+"""Generate text for prompts. The text can be streamed while it is generated."""
 
 import codecs
 import collections
@@ -15,14 +15,14 @@ from difftx.inference import decode
 from difftx.inference.decode import LanguageModel, Rows
 from difftx.inference.sampling import Sampling
 
-# Requests per row of the batch in a call of `generate` by commands and suites. Rows that end early are refilled, but a
-# kill loses the whole call.
+# Commands and suites pass this many requests per batch row to `generate`. Rows that end early are refilled with waiting
+# requests. More requests per call would lose more work if the process is killed.
 REQUESTS_PER_ROW = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and the settings of its completion."""
+    """A prompt, and settings for completing it."""
 
     prompt: Sequence[int]  # Token ids, at least one.
     new_tokens: int  # Largest number of new tokens.
@@ -33,8 +33,8 @@ class Request:
 class Completion:
     """The text generated after a prompt."""
 
-    tokens: list[int]  # New token ids without the end-of-text token. They include the tokens of a stop string.
-    text: str  # Text of these tokens, up to a stop string.
+    tokens: list[int]  # New token ids, including those of a stop string but not the end-of-text token.
+    text: str  # Text of these tokens, cut off before a stop string.
     ended_by: Literal["end of text", "stop string", "limit"]
 
 
@@ -47,10 +47,10 @@ def generate(
     on_text: Callable[[int, str], None] = lambda index, text: None,
     batch_rows: int | None = None,
 ) -> list[Completion]:
-    """Complete all requests. A text ends before the first string of `stop`, as `TextStream` finds it.
+    """Complete all requests. A text ends before the first occurrence of a string in `stop` (see `TextStream`).
 
-    After each block of tokens, `on_text(index, text)` is called with the new text of each request. At most `batch_rows`
-    requests (None: all) are in the batch at a time. When half of its rows have ended, waiting requests replace them.
+    After each block of tokens, `on_text(index, text)` is called with the new text of each request. The batch has at
+    most `batch_rows` rows (None: one per request). When half of its rows have ended, waiting requests replace them.
     """
     for index, request in enumerate(requests):
         check(lm, request, f"prompt {index}")
@@ -58,7 +58,7 @@ def generate(
     waiting = collections.deque(range(len(requests)))
 
     def prefilled(count: int) -> tuple[list[int], Rows]:
-        """Return the next `count` requests at most, and their rows."""
+        """Prefill up to `count` waiting requests. Return their indices and rows."""
         taken = [waiting.popleft() for _ in range(min(count, len(waiting)))]
         new = [requests[index] for index in taken]
         room = max(len(r.prompt) + min(r.new_tokens, decode.ROOM_TOKENS) for r in new)
@@ -66,14 +66,14 @@ def generate(
         return taken, decode.prefill(lm, [r.prompt for r in new], seeds=seeds, limits=limits, room=room)
 
     with jax.set_mesh(lm.mesh):
-        active, rows = prefilled(batch_rows or len(requests))  # The request of each row.
+        active, rows = prefilled(batch_rows or len(requests))  # `active[b]` is the request of row b.
         while waiting or not all(texts[index].ended_by for index in active):
             ended = [row for row, index in enumerate(active) if texts[index].ended_by]
             if waiting and 2 * len(ended) >= len(active):
                 taken, new_rows = prefilled(len(ended))
-                places = dict(zip(ended, taken, strict=False))
-                active = [places.get(row, index) for row, index in enumerate(active)]
-                rows = decode.replaced(lm, rows, new_rows, list(places))
+                request_of_row = dict(zip(ended, taken, strict=False))
+                active = [request_of_row.get(row, index) for row, index in enumerate(active)]
+                rows = decode.replaced(lm, rows, new_rows, list(request_of_row))
             room = max(texts[index].room() for index in active if not texts[index].ended_by)
             rows, token_BN = decode.next_tokens(lm, rows, sampling, room=room)
             for row, index in enumerate(active):
@@ -88,7 +88,7 @@ def generate(
 
 
 def check(lm: LanguageModel, request: Request, name: str) -> None:
-    """Raise a `UserError` that begins with `name` if a request is empty or does not fit the model's context."""
+    """Raise `UserError` if a request is empty or too long for the model's context. `name` begins the message."""
     prompt, new, context_length = len(request.prompt), request.new_tokens, lm.context_length
     if not prompt:
         raise UserError(f"{name} is empty; give it at least one token")
@@ -108,8 +108,9 @@ def check(lm: LanguageModel, request: Request, name: str) -> None:
 class TextStream:
     """Converts one row's tokens to text as they arrive. Holds back incomplete characters and possible stop strings.
 
-    The text leaves out special tokens. Stop strings are searched in the text both with their names and without, because
-    lm-eval's models of Hugging Face stop at a string in the first, and cut the second.
+    The text does not contain special tokens. Stop strings are searched twice, in the text with the names of special
+    tokens and in the text without them: lm-eval's Hugging Face models stop at a string in the former, but cut the
+    latter.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
@@ -117,11 +118,11 @@ class TextStream:
         self.stopped = False  # Whether a stop string has occurred. `text` ends before it.
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""  # The text that is held back, with names of special tokens.
-        self._shown: list[int] = []  # Indices of the characters in `_held` that are not part of such a name.
+        self._held = ""  # The text that is held back, including the names of special tokens.
+        self._shown: list[int] = []  # Indices of the characters in `_held` outside the names of special tokens.
 
     def add(self, token: int) -> str:
-        """Add a token. Return new text, up to a possible beginning of a stop string or an incomplete character."""
+        """Add a token. Return the new text before an incomplete character or a possible start of a stop string."""
         if value := self._tokenizer.token_bytes[token]:
             return self._release(self._decoder.decode(value))
         return self._release(self._tokenizer.decode([token]), is_name=True)
@@ -136,10 +137,10 @@ class TextStream:
         if not is_name:
             self._shown += range(len(self._held), len(self._held) + len(new))
         held, shown = self._held + new, self._shown
-        # Each text, of which mostly both are equal, with the indices of its characters in `held`.
+        # The text with and without special tokens (usually equal), each with the indices of its characters in `held`.
         texts = {held: range(len(held)), "".join(held[i] for i in shown): shown}
         searches = [(text, at, stop) for text, at in texts.items() for stop in self._stop]
-        # The text ends at the stop string that is complete first. Of several that end there, the longest one counts.
+        # The stop string that is complete first ends the text. If several end at the same character, use the longest.
         found = [(at[i + len(stop) - 1], at[i]) for text, at, stop in searches if (i := text.find(stop)) >= 0]
         end = len(held)
         if found:
@@ -168,12 +169,12 @@ class _RowText:
         self._stream = TextStream(lm.tokenizer, stop)
 
     def room(self) -> int:
-        """Return the number of cache slots that the row needs, including those of its next block."""
+        """Return the number of cache slots that the row needs, including its next block."""
         left = self._request.new_tokens - len(self._tokens)
         return len(self._request.prompt) + len(self._tokens) + min(left, decode.BLOCK_TOKENS)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Add a block of tokens, and return the new text that the stream does not hold back."""
+        """Add a block of tokens and return the new text that is not held back."""
         text = ""
         for token in tokens:
             text += self._stream.add(token)

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint's model for generation, without the data of the run."""
+"""Load a checkpoint's model for generation. The run's training data is not needed."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -26,10 +26,11 @@ def load(
     processes: argparse.Namespace,
     part: WeightsPart = "params",
 ) -> LanguageModel:
-    """Join the other processes, and load the model of the checkpoint that `read_checkpoint` selects for `step`.
+    """Connect to the other processes, if any, and load the model of a checkpoint.
 
-    `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes` has all flags of the command. `part`
-    selects the weights: the parameters, or their average.
+    `read_checkpoint` explains `step`. `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes`
+    holds all flags of the command, including those for several processes. `part` selects the parameters or their
+    moving average.
     """
     run_config = fit(override(read_config(checkpoints.workdir), overrides))
     multihost.start(processes, run_config.multihost)
@@ -40,7 +41,7 @@ def load(
 def load_model(
     checkpoints: Checkpoints, step: int | None, run_config: Config, mesh: jax.sharding.Mesh, part: WeightsPart
 ) -> tuple[LanguageModel, Checkpoint]:
-    """Load the model of a checkpoint onto the mesh of `run_config`. The other arguments are those of `load`."""
+    """Load the model of a checkpoint onto the mesh of `run_config`. `load` explains the other arguments."""
 
     def read(checkpoint: Checkpoint) -> tuple[LanguageModel, Checkpoint]:
         check_model(checkpoint.config, mesh)
@@ -65,10 +66,10 @@ def read_checkpoint[T](
     flag: str,
     part: WeightsPart,
 ) -> T:
-    """Return `read(checkpoint)` for the checkpoint of `step`, or for the newest valid checkpoint if `step` is None.
+    """Call `read` with the checkpoint of `step`, or with the newest valid checkpoint if `step` is None.
 
-    `run_config` is the run's config with the command's overrides, and `part` selects the weights. Error messages name
-    the run by the flag `flag`.
+    `run_config` is the run's config with the command's overrides. `part` selects the parameters or their moving
+    average. `flag` is the command's flag for the run, for error messages.
     """
 
     def read_opened(manifest: Manifest) -> T:

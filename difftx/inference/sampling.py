@@ -1,4 +1,4 @@
-"""Choice of the next token from its logits."""
+"""Sample the next token from its logits."""
 # Axes in names and shapes: B = rows, V = vocabulary, N = candidates with the most likely first
 
 import dataclasses
@@ -10,25 +10,25 @@ import numpy as np
 
 from difftx.errors import UserError
 
-# Largest temperature and penalty. In float32, logits times or divided by one of each are finite.
+# Largest temperature and penalty. Multiplying or dividing float32 logits by both stays finite.
 LARGEST = 1e15
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings for the choice of tokens. They apply in the order of the fields, as in Hugging Face's `generate`.
+    """Sampling settings. They are applied in the order of the fields, as in Hugging Face's `generate`.
 
-    As an argument of a compiled function, the numbers except `top_k` are arrays, so that one program serves all their
-    values. The program depends on `top_k`, on which settings are None, and on whether the most likely token is chosen.
+    In a call of a jitted function, all numbers except `top_k` are traced, so changing them does not recompile. Changing
+    `top_k`, whether a setting is None, or `is_greedy` recompiles.
     """
 
-    # Lowers the logits of tokens that occur in the row: positive logits are divided by the penalty, negative ones
-    # multiplied. (Section 4.1 of arXiv 1909.05858 divides both, which raises negative logits.) None: no penalty.
+    # Lowers the logits of tokens that already occur in the row: positive logits are divided by the penalty, negative
+    # logits multiplied. (arXiv 1909.05858, §4.1, divides both, which raises negative logits.) None: no penalty.
     repetition_penalty: float | None
-    temperature: float  # Divides the logits. Below 1 / LARGEST, the most likely token is chosen in any case.
-    top_k: int | None  # Keeps this many of the most likely tokens. None: all.
-    top_p: float | None  # Keeps the fewest most likely tokens whose probabilities sum to top_p or more. None or 1: all.
+    temperature: float  # Divides the logits. Below 1 / LARGEST, the most likely token is always chosen.
+    top_k: int | None  # Number of most likely tokens to keep. None: all.
+    top_p: float | None  # Keep the fewest most likely tokens with a total probability >= top_p. None or 1: all.
 
     def __post_init__(self):
         if not 0 <= self.temperature <= LARGEST:
@@ -41,12 +41,12 @@ class Sampling:
             raise UserError(
                 f"repetition_penalty={self.repetition_penalty} must lie in {1 / LARGEST} … {LARGEST}; 1: off"
             )
-        if self.top_p == 1:  # Because of rounding, the sum of probabilities may exceed 1 before the last token.
+        if self.top_p == 1:  # Rounding errors could make the cumulative probability reach 1 before the last token.
             object.__setattr__(self, "top_p", None)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is chosen. A temperature that is traced is positive."""
+        """Whether to always choose the most likely token. If the temperature is traced, it is positive."""
         return not isinstance(self.temperature, jax.Array) and self.temperature < 1 / LARGEST
 
     def tree_flatten(self) -> tuple[tuple[float | None, ...], tuple[bool, int | None]]:
@@ -58,7 +58,7 @@ class Sampling:
     def tree_unflatten(cls, static: tuple[bool, int | None], numbers: tuple[Any, ...]) -> "Sampling":
         is_greedy, top_k = static
         penalty, temperature, top_p = numbers
-        sampling = object.__new__(cls)  # Without the checks, which a traced number cannot pass.
+        sampling = object.__new__(cls)  # Skip the checks, which do not accept traced numbers.
         values = {"repetition_penalty": penalty, "temperature": 0.0 if is_greedy else temperature}
         for name, value in (values | {"top_k": top_k, "top_p": top_p}).items():
             object.__setattr__(sampling, name, value)
@@ -69,7 +69,7 @@ GREEDY = Sampling(repetition_penalty=None, temperature=0.0, top_k=None, top_p=No
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed, below 2**32, of sample `index`: a hash, so that other seeds have other samples."""
+    """Hash `seed` and `index` to the seed of sample `index`, below 2**32."""
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
@@ -79,7 +79,7 @@ def choose(
     """Return the next token of each row, int32 `[B]`.
 
     `seen_BV` marks the tokens to which the repetition penalty applies. Tokens with a logit of -inf are never chosen. A
-    row's sample depends only on its logits, its seed and `count_B`, the number of tokens that it drew before.
+    row's sample depends only on its logits, its seed and `count_B`, the number of tokens sampled in the row before.
     """
     if (penalty := sampling.repetition_penalty) is not None:
         lower_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
@@ -96,12 +96,12 @@ def choose(
 
 
 def candidates(logits_BV: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates' logits over temperature (-inf if top_p excludes them) and token ids, both `[B, N]`."""
+    """Return the logits divided by temperature and the ids of the candidates, `[B, N]`. If excluded: -inf."""
     logits_BV = logits_BV / sampling.temperature
     top_p = sampling.top_p
     if sampling.top_k is None and top_p is None:
         return logits_BV, jnp.broadcast_to(jnp.arange(logits_BV.shape[1]), logits_BV.shape)
-    # `jax.lax.top_k` sorts equally likely tokens by ascending id.
+    # `jax.lax.top_k` orders equally likely tokens by ascending id.
     logits_BN, token_BN = jax.lax.top_k(logits_BV, min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
     if top_p is not None:
         p_BN = jax.nn.softmax(logits_BN, axis=-1)

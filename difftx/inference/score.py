@@ -1,7 +1,7 @@
-"""Log-likelihoods of continuations after contexts, such as the choices of a question or a set of labels.
+"""Log-likelihoods of continuations of contexts, such as the answer choices of a question.
 
-Continuations of the same context are branches of one row. The context is prefilled once, and each branch attends to the
-context and to itself, but not to other branches.
+If several continuations share a context, they are branches of one row. The context is prefilled once. Each branch
+attends to the context and to itself, but not to other branches.
 """
 # Axes in names and shapes: B = rows, T = tokens of a chunk
 
@@ -26,15 +26,15 @@ from difftx.kernels.cached import EMPTY
 from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
 
-BRANCH_TOKENS = 256  # Most tokens in all branches of a row that are scored at a time. A longer branch gets its own row.
+BRANCH_TOKENS = 256  # Limit for the tokens of all branches in one pass. Longer continuations get their own row.
 
 
 class Item(NamedTuple):
-    """A continuation to score, and what precedes it, as token ids. Context and continuation must not be empty."""
+    """A continuation to score and the tokens before it. Context and continuation must not be empty."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
-    between: tuple[int, ...] = ()  # Tokens after the context that are not scored, such as a question.
+    between: tuple[int, ...] = ()  # Tokens between context and continuation that are not scored, such as a question.
 
     @property
     def branch(self) -> tuple[int, ...]:
@@ -46,19 +46,19 @@ class Score(NamedTuple):
     """The likelihood of a continuation."""
 
     loglikelihood: float  # log p(continuation | context) in nats, over the whole vocabulary.
-    is_greedy: bool  # Whether the token of the continuation is the most likely one at each position.
+    is_greedy: bool  # Whether every token of the continuation is the most likely one at its position.
 
 
 def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int) -> list[Score]:
-    """Return the score of each item, in order. A context that several items share is computed once."""
+    """Return the scores of the items, in order. If items share a context, it is computed once."""
     alone: list[Item] = []
     short: dict[tuple[int, ...], list[Item]] = collections.defaultdict(list)
-    for item in dict.fromkeys(items):  # Equal items are scored once.
+    for item in dict.fromkeys(items):  # Score equal items once.
         group = short[item.context] if len(item.branch) <= BRANCH_TOKENS else alone
         group.append(item)
     shared = [group for group in short.values() if len(group) > 1]
     alone += [group[0] for group in short.values() if len(group) == 1]
-    # Batch rows of similar lengths.
+    # Sort by length, so that the rows of a batch have similar lengths.
     alone.sort(key=lambda item: len(item.context) + len(item.branch))
     shared.sort(key=lambda group: len(group[0].context))
     scores: dict[Item, Score] = {}
@@ -71,7 +71,7 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
 
 
 class Prompt(NamedTuple):
-    """A question after a context, as token ids. A context that several prompts share is computed once."""
+    """A context and a question, as token ids. If prompts share a context, it is computed once."""
 
     context: tuple[int, ...]  # At least one token.
     question: tuple[int, ...]
@@ -80,7 +80,7 @@ class Prompt(NamedTuple):
 def most_likely(
     lm: LanguageModel, prompts: Sequence[Prompt], labels: Sequence[tuple[int, ...]], *, batch_rows: int
 ) -> list[int]:
-    """Return the index of the (first) most likely label after each prompt. No label may be a prefix of another."""
+    """Return the index of the most likely label after each prompt. No label may be a prefix of another label."""
     items = [Item(prompt.context, label, prompt.question) for prompt in prompts for label in labels]
     scores = loglikelihoods(lm, items, batch_rows=batch_rows)
     by_prompt = np.array([score.loglikelihood for score in scores]).reshape(len(prompts), len(labels))
@@ -88,7 +88,7 @@ def most_likely(
 
 
 def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
-    """Score items whose contexts are not shared, with one row per item."""
+    """Score items that do not share their contexts, with one row per item."""
     inputs = [[*item.context, *item.branch[:-1]] for item in items]
     targets = [[*item.context[1:], *item.branch] for item in items]
     spans = {
@@ -101,10 +101,11 @@ def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
 def row_scores(
     lm: LanguageModel, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return -log p of each target, given the tokens up to its input, and whether no token is more likely, `[B, T]`.
+    """Return -log p of each target token and whether it is the most likely token, both `[B, T]`.
 
-    Rows may differ in length. The results beyond the end of a row, and beyond the last row, have no meaning. The tokens
-    pass through a compressed cache in chunks, which changes the result. Call this function under the mesh.
+    `targets[b][t]` is predicted from `inputs[b][: t + 1]`. Rows may differ in length; ignore the results in padding. If
+    the config compresses the cache, tokens pass through it in chunks, which changes the results. Call this function
+    under the mesh.
     """
     compression = lm.config.model.cache
     tokens_BT, length_B, chunk = decode.padded(inputs, lm.mesh, compression)
@@ -118,24 +119,24 @@ def row_scores(
     for start in range(0, length, chunk):
         columns = slice(start, start + chunk)
         host = (decode.put(lm.mesh, x) for x in (tokens_BT[:, columns], length_B, targets_BT[:, columns]))
-        cache, of_chunk = _score_chunk(lm.weights, cache, np.int32(start), *host, config=lm.config)
-        chunks.append(of_chunk)
+        cache, chunk_scores = _score_chunk(lm.weights, cache, np.int32(start), *host, config=lm.config)
+        chunks.append(chunk_scores)
     nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in xs], axis=1) for xs in zip(*chunks, strict=True))
     return nll_BT, is_best_BT
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def batch_scores(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return what `row_scores` returns for the targets of a batch, without a cache. Call this under the mesh."""
+    """Compute the results of `row_scores` for a `Batch`, without a cache. Call this function under the mesh."""
     model = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     scores = token_scores(x_BTD, model.unembedding(), batch.targets_BT, logit_soft_cap=model.config.logit_soft_cap)
-    return reshard(scores, P())  # Replicate them, so that each host can read all of them.
+    return reshard(scores, P())  # Replicate the scores, so that each host can read them all.
 
 
 def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Item, Score]:
     """Score groups of items that share a context, with one row per group."""
-    # Each branch begins with the context's last token, because the output there predicts the token after the context.
+    # Each branch begins with the context's last token, because the output there predicts the branch's first token.
     prefixes = [group[0].context[:-1] for group in groups]
     none = [0] * len(groups)
     prefilled = decode.prefill(lm, prefixes, seeds=none, limits=none)
@@ -165,7 +166,7 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Ite
 
 
 def _passes(group: Sequence[Item]) -> Iterator[list[Item]]:
-    """Split a group of items into lists whose branches together have at most `BRANCH_TOKENS` tokens."""
+    """Split a group of items into lists with at most `BRANCH_TOKENS` tokens in all branches of a list."""
     branches: list[Item] = []
     tokens = 0
     for item in group:
@@ -185,9 +186,9 @@ def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, spans: Mapping[Item, tup
 
 
 def _token_scores(params, x_BTD, targets_BT, config) -> tuple[jax.Array, jax.Array]:
-    """Return `token_scores` of the targets, replicated on all devices. `x_BTD` is the output of `extend`."""
+    """Call `token_scores` for the output of `extend`, `x_BTD`. The result is replicated on all devices."""
     model, layout = decode.model_of(config, params), Layout.of(config.mesh.context_method)
-    # The loss shards tokens over `context`, which need not divide a chunk.
+    # The loss shards tokens over `context`, so pad them to a multiple of its size.
     length, devices = targets_BT.shape[1], jax.sharding.get_abstract_mesh().shape["context"]
     x_BTD, targets_BT = (pad_to(x, -(-length // devices) * devices, axis=1) for x in (x_BTD, targets_BT))
     x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)

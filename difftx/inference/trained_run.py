@@ -1,6 +1,6 @@
-"""A trained run in Python, which `difftx.load` returns. Results are arrays of numpy on the host."""
-# Axes of arrays: T = tokens of the text, V = vocabulary with its padding, H = heads, D = model width, L = layers,
-#   B = rows, C = queries, here all tokens
+"""The class that `difftx.load` returns: a trained model for use in Python. Results are numpy arrays on the host."""
+# Axes of arrays: T = tokens of the text, V = vocabulary including padding, H = heads, D = model width, L = layers,
+#   B = rows, C = queries (here: all tokens)
 
 import collections
 import functools
@@ -31,18 +31,17 @@ from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.state import graph
 
-MIN_TOKENS = 32  # Texts are padded to a power of two of at least this length, so that few programs are compiled.
-BATCH_TOKENS = 2**16  # Most tokens of a batch of texts that are scored together.
+MIN_TOKENS = 32  # Pad texts to a power of two from this length on, so that few programs are compiled.
+BATCH_TOKENS = 2**16  # Largest number of tokens in a batch of texts that are scored together.
 
-# A text, or its token ids.
+# A text or its token ids.
 type Text = str | Sequence[int]
 
 
 class TrainedRun:
     """The model of a checkpoint or of an exported folder on one device, with its config and tokenizer.
 
-    `difftx.load` returns it. Texts may also be given as token ids. They may have at most `config.data.sequence_length`
-    tokens.
+    `difftx.load` returns it. Methods accept a text or its token ids, with at most `config.data.sequence_length` tokens.
     """
 
     def __init__(self, lm: LanguageModel, run: Checkpoints | None = None, checkpoint: Checkpoint | None = None):
@@ -51,7 +50,7 @@ class TrainedRun:
 
     @property
     def config(self) -> Config:
-        """The config of the training, with a mesh of one device."""
+        """The training config, with a mesh of one device."""
         return self._lm.config
 
     @property
@@ -66,34 +65,34 @@ class TrainedRun:
 
     @property
     def weights(self) -> WeightsPart:
-        """The weights of the checkpoint: "params", or "ema" for their moving average."""
+        """Which weights of the checkpoint are loaded: "params", or "ema" for their moving average."""
         return "params" if self._checkpoint is None else self._checkpoint.part
 
     @functools.cached_property
     def model(self) -> Decoder:
-        """The model as a module of Flax NNX: `logits, statistics = run.model(tokens, hook=…)`.
+        """The model as a Flax NNX module: `logits, statistics = run.model(tokens, hook=…)`.
 
-        Its weights are float32, on the first device and without a mesh. JAX transforms it as any tree of arrays.
-        `difftx.model.decoder.Decoder` explains the arguments.
+        Its weights are float32, on the first device and without a mesh. The module works with JAX transformations, like
+        any tree of arrays. `difftx.model.decoder.Decoder` explains the arguments.
         """
-        params = jax.tree.map(lambda x: x.addressable_shards[0].data, self._lm.params)  # Without a copy.
+        params = jax.tree.map(lambda x: x.addressable_shards[0].data, self._lm.params)  # No copy.
         return nnx.merge(graph(self.config, Layout.inferred()), params)
 
     def logits(self, text: Text) -> np.ndarray:
-        """Return the logits of the token after each token of the text, float32 `[T, V]`.
+        """Return the logits for the next token after each token of the text, float32 `[T, V]`.
 
-        V is the size of the vocabulary, padded to `config.model.embeddings`. The loss normalises over all of it.
+        V is the vocabulary size including padding, `config.model.embeddings`. The training loss normalises over all V.
         """
         tokens_1T, length = self._padded(text)
         with jax.set_mesh(self._lm.mesh):
             return np.array(_logits(graph(self.config), self._lm.params, tokens_1T)[0, :length])
 
     def logprobs(self, texts: Sequence[Text]) -> list[np.ndarray]:
-        """Return log p of each token of each text given the tokens before it, in nats: float32 `[T - 1]` per text.
+        """Return the log-probability (in nats) of each token given the tokens before it, float32 `[T - 1]` per text.
 
-        The first token has no value. A text may have one token more than `config.data.sequence_length`. The values of a
-        validation row are those of the suite `loss`, bit for bit, unless the config sets `data.document_mask` or
-        compresses the cache.
+        The first token of a text has no value. A text may have `config.data.sequence_length` + 1 tokens. For a
+        validation row, the values equal those of the suite `loss` bit for bit, unless the config sets
+        `data.document_mask` or compresses the cache.
         """
         if isinstance(texts, str):
             raise UserError(f"texts={texts!r} is one text; give a list, such as [text]")
@@ -104,29 +103,29 @@ class TrainedRun:
             by_length[self._padded_length(len(row) - 1)].append(index)
         found: dict[int, np.ndarray] = {}
         for length, indices in by_length.items():
-            # As many rows as an evaluation on one device, because another number could round otherwise.
+            # Use the same number of rows as an evaluation on one device. Another number could change the rounding.
             count = min(self.config.batch_rows // self.config.train.accumulation, max(1, BATCH_TOKENS // length))
             for batch in itertools.batched(indices, count):
                 tokens_BT = np.zeros((count, length + 1), np.int32)
-                for place, index in enumerate(batch):
-                    tokens_BT[place, : len(rows[index])] = rows[index]
+                for row, index in enumerate(batch):
+                    tokens_BT[row, : len(rows[index])] = rows[index]
                 mask_BT = np.ones((count, length), np.float32)
                 arrays = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:], "loss_mask": mask_BT}
                 sharding = jax.NamedSharding(self._lm.mesh, Layout().act_BT)
                 with jax.set_mesh(self._lm.mesh):
                     scored = batch_scores(graph(self.config), self._lm.params, make_batch(arrays, count, sharding))
                 nll_BT = jax.device_get(scored[0])
-                found |= {index: -nll_BT[place, : len(rows[index]) - 1] for place, index in enumerate(batch)}
+                found |= {index: -nll_BT[row, : len(rows[index]) - 1] for row, index in enumerate(batch)}
         return [found[index] for index in range(len(rows))]
 
     def attention(self, text: Text, *, layer: int) -> AttentionWeights:
-        """Return the attention weights `[H, T, T]` of a layer, which counts from 1, as arrays of numpy."""
+        """Return the attention weights `[H, T, T]` of a layer as numpy arrays. Layers are counted from 1."""
         c = self.config.model
         if not 1 <= layer <= c.num_layers:
             raise UserError(f"layer={layer} must lie in 1 … {c.num_layers}")
         tokens_1T, length = self._padded(text)
-        # Layers at the same place of the pattern share a compiled program.
-        options: dict[str, Any] = {"config": self.config, "place": (layer - 1) % len(c.windows)}
+        # Layers with the same position in the window pattern share a compiled program.
+        options: dict[str, Any] = {"config": self.config, "pattern_index": (layer - 1) % len(c.windows)}
         with jax.set_mesh(self._lm.mesh):
             weights = jax.device_get(_attention(self._lm.params, tokens_1T, np.int32(layer - 1), **options))
         return jax.tree.map(lambda x_1HTS: x_1HTS[0, :, :length, :length], weights)
@@ -142,9 +141,10 @@ class TrainedRun:
         seed: int = 0,
         stop: Sequence[str] = (),
     ) -> str:
-        """Return a continuation of the text, of at most `new_tokens` tokens, that ends before any string of `stop`.
+        """Continue the text by at most `new_tokens` tokens, and return the continuation.
 
-        Temperature 0 takes the most likely token. The same seed gives the same continuation.
+        It ends before the first occurrence of a string in `stop`. Temperature 0 chooses the most likely token. The same
+        seed gives the same continuation.
         """
         if isinstance(stop, str):
             raise UserError(f"stop={stop!r} is one string; give a list, such as [{stop!r}]")
@@ -155,7 +155,7 @@ class TrainedRun:
         return generate(self._lm, [request], sampling, stop=stop)[0].text
 
     def _tokens(self, text: Text, *, least: int, most: int) -> list[int]:
-        """Return the token ids of a text, or raise `UserError` if their number or an id is not allowed."""
+        """Return the token ids of a text. Raise `UserError` if there are too few, too many or invalid ids."""
         if not isinstance(text, str) and any(isinstance(token, str) for token in text):
             raise UserError(f"text={text!r}: expected one text, or its token ids")
         tokens = self.tokenizer.encode_prompt(text) if isinstance(text, str) else [*map(operator.index, text)]
@@ -171,7 +171,7 @@ class TrainedRun:
         return min(self._lm.context_length, max(MIN_TOKENS, 2 ** (length - 1).bit_length()))
 
     def _padded(self, text: Text) -> tuple[np.ndarray, int]:
-        """Return the tokens as `[1, T]`, padded at the end, where no token attends to them, and their number."""
+        """Return the padded tokens `[1, T]` and their number without padding. Padding is at the end."""
         tokens = self._tokens(text, least=1, most=self._lm.context_length)
         padding = self._padded_length(len(tokens)) - len(tokens)
         return np.pad(np.array([tokens], np.int32), ((0, 0), (0, padding))), len(tokens)
@@ -182,19 +182,21 @@ def _logits(graphdef: nnx.GraphDef, params: Any, tokens_BT: jax.Array) -> jax.Ar
     return nnx.merge(graphdef, params)(tokens_BT)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "place"))
-def _attention(params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, place: int) -> AttentionWeights:
-    """Return the attention weights of all tokens in the layer with this index, the layer `place` of the pattern."""
+@functools.partial(jax.jit, static_argnames=("config", "pattern_index"))
+def _attention(
+    params: Any, tokens_BT: jax.Array, index: jax.Array, *, config: Config, pattern_index: int
+) -> AttentionWeights:
+    """Return the attention weights of layer `index`. `pattern_index` is its position in the window pattern."""
     model = model_of(config, params)
     queries_BC, angles = jnp.arange(tokens_BT.shape[1])[None], model.angles(tokens_BT.shape[1])
 
     def layer(x_BTD: jax.Array, block: Block, constants: LayerConstants) -> tuple[jax.Array, jax.Array]:
-        """Return the output of the layer, and the normalised input of its attention."""
+        """Return the layer's output and the normalised input of its attention."""
         return block(x_BTD, lambda h_BTD: (block.attention(h_BTD, angles, constants, None)[0], h_BTD))
 
     stacked = model.blocks, layer_constants(config.model), model.walk(layer, model.embed(tokens_BT))[1]
     block, constants, x_BTD = jax.tree.map(
         lambda x_L: jax.lax.dynamic_index_in_dim(x_L, index, keepdims=False), stacked
     )
-    constants = constants.of_layer(config.model, place)
+    constants = constants.of_layer(config.model, pattern_index)
     return AttentionWeights.of(block.attention.attention_rows(x_BTD, angles, constants, None, queries_BC))

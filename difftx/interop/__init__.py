@@ -1,3 +1,3 @@
-"""Conversion of weights from and to other formats: `difftx convert`."""
+"""Convert weights from and to other formats: `difftx convert`."""
 
-SHARD_MIB = 4096  # Default of the largest size of a safetensors file.
+SHARD_MIB = 4096  # Default limit for the size of a safetensors file.

@@ -24,13 +24,14 @@ SERVING = {
     EAGER: "**This model is not servable**: vLLM, SGLang and similar engines cannot compute its attention weights.",
     "DiffLlamaForCausalLM": "**This folder is not servable**: DiffLlama calls the attention function twice per layer, "
     "but engines keep one key/value cache per layer. `--to=hf` exports a servable folder.",
-}  # Other classes are servable.
+}  # Engines can serve all other classes.
 
 
 def write_card(folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, files: Path) -> None:
-    """Write the model card of an export. `name` is the final name of `folder`, and `settings` is its config.json.
+    """Write the model card of an export.
 
-    `files` has the small files of the run.
+    `name` is the name that `folder` will have in the end, `settings` the content of its config.json, and `files` a
+    folder with the small files of the run.
     """
     config, step = checkpoint.config, checkpoint.manifest.step
     (causal,) = settings["architectures"]
@@ -70,16 +71,16 @@ def write_card(folder: Path, name: str, settings: dict[str, Any], checkpoint: Ch
 
 
 def write_generation_config(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Write the defaults of `generate` in transformers: greedy text, as `difftx generate --temperature=0` writes it."""
+    """Write the generation defaults for transformers: greedy decoding, as in `difftx generate --temperature=0`."""
     end, known = tokenizer.eot_token, tokenizer.token_bytes
     unused = [token for token in range(vocab_size) if token >= len(known) or known[token] is None]
     settings = {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
-    settings |= {"suppress_tokens": unused} if unused else {}  # Rows of the embedding without a token.
+    settings |= {"suppress_tokens": unused} if unused else {}  # Embedding rows without a token.
     write_atomically(folder / GENERATION, json.dumps(settings) + "\n")
 
 
 def _losses(checkpoint: Checkpoint, files: Path, step: int, row: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the training loss in `row`, and the numbers of all suites whose results are of these weights."""
+    """Return (name, value) pairs for the card: the training loss in `row`, and all suite results of these weights."""
     found: list[tuple[str, Any]] = [("training loss", row.get("loss"))] if checkpoint.part == "params" else []
     for path in sorted(files.glob(f"evals/*/{step}*.json")):
         if (result := read_json(path)).get("weights") == checkpoint.weights:

@@ -1,8 +1,9 @@
 """Weights in 8 or 4 bits, in the format "pack-quantized" of compressed-tensors, which transformers reads.
 
-A matrix `[outputs, inputs]` becomes `weight_packed`, whose int32 words hold 4 or 8 consecutive inputs with the first in
-the lowest bits, `weight_scale` per output and group of inputs, and `weight_shape`. A code c of b bits is stored as
-c + 2^(b - 1). The codes are those of `model.matmul` = "int8_weights" and "int4_weights".
+Three tensors replace a matrix `[outputs, inputs]`. `weight_packed` has int32 words of 4 or 8 consecutive inputs, the
+first input in the lowest bits. A code c of b bits is stored as c + 2^(b - 1). `weight_scale` has one scale per output
+and group of inputs. `weight_shape` is the shape. Codes and scales are computed as for `model.matmul` = "int8_weights"
+and "int4_weights".
 """
 
 import functools
@@ -17,14 +18,14 @@ from difftx.model.products import group_size, groups_of
 from difftx.training.checkpoint.weights import Streamed
 
 Bits = Literal["int8", "int4"]
-# Tensors of products that `model.matmul` rounds, with the name of the module. The projection to λ is not one of them.
+# Matches the weights that `model.matmul` rounds. Group 1 is the module's name. The projection to λ is not rounded.
 _ROUNDED = re.compile(r"model\.layers\.\d+\.(.*(?<!lambda)_proj)\.weight")
 
 
 def compress(tensors: Mapping[str, Streamed], bits: Bits) -> tuple[dict[str, Streamed], dict[str, Any]]:
-    """Return the tensors with rounded weights in place of those of products, and config.json's quantization_config."""
+    """Replace the weights of products by rounded weights. Return all tensors and config.json's quantization_config."""
     found: dict[str, Streamed] = {}
-    modules_of: dict[int, set[str]] = {}  # Inputs that share a scale, or 0 for all → modules.
+    modules_of: dict[int, set[str]] = {}  # Number of inputs that share a scale (0: all) → names of modules.
     for name, tensor in tensors.items():
         match = _ROUNDED.fullmatch(name)
         if match is None:
@@ -45,7 +46,7 @@ def compress(tensors: Mapping[str, Streamed], bits: Bits) -> tuple[dict[str, Str
 
 
 def _rounded(tensor: Streamed, bits: Bits) -> tuple[np.ndarray, np.ndarray]:
-    """Return the words `[outputs, words]`, int32, and the scales `[outputs, groups]`, float32."""
+    """Return the packed codes, int32 `[outputs, words]`, and the scales, float32 `[outputs, groups]`."""
     weight = jnp.asarray(tensor.read(slice(None)).T)
     codes, scale = groups_of(weight, 1, jnp.dtype(bits))
     width = jnp.iinfo(bits).bits

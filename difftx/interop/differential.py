@@ -1,7 +1,7 @@
-"""Weights of a differential model from those of a Transformer (docs/differentialize.md).
+"""Convert the weights of a Transformer to a differential architecture (docs/differentialize.md).
 
-All values of the Transformer are copied bit for bit. The weights that the new architecture adds get the initial values
-of a new model.
+All values of the Transformer are copied bit for bit. Weights that only the new architecture has are initialised as in a
+new model.
 """
 # Axes in strings: D = model width, H = heads, K = key/value heads, G = 2 groups of a head, P = K / 2 pairs of key/value
 # heads, R = H / K query heads per key/value head, d = width of a head.
@@ -41,14 +41,14 @@ from difftx.training.state import graph
 
 Heads = Literal["entropy", "all"]
 
-# Fields of `model` that the user may set for the new model. The Transformer determines all other fields.
+# Fields of `model` that users may set for the new model. All other fields are copied from the Transformer.
 CHANGEABLE = fields_with(ModelConfig, Flag.SPECIFIC, Flag.CONVERSION)
 ATTENTION = "blocks/attention/"
-ENTROPY_ROWS, ENTROPY_QUERIES = 32, 64  # Rows of the validation sets, and queries of each, by which DEX chooses heads.
+ENTROPY_ROWS, ENTROPY_QUERIES = 32, 64  # DEX chooses heads by 64 queries in each of 32 validation rows.
 
-# Architecture → parameter of its attention → parameter of the Transformer, with the axes of both. A group G that the
-# Transformer's parameter lacks is new: the Transformer's values become the first group. All other parameters of equal
-# names are equal.
+# Architecture → name of an attention parameter → (name in the Transformer, axes there, new axes). If only the new axes
+# have the group axis G, the Transformer's values become the first group. Parameters that are not listed are copied from
+# the parameter with the same name.
 SOURCES: dict[str, dict[str, tuple[str, str, str]]] = {
     "zero_branch": {
         "query_DHGd": ("query_DHd", "D H d", "D H G d"),
@@ -72,7 +72,7 @@ SOURCES: dict[str, dict[str, tuple[str, str, str]]] = {
 
 
 def require_convertible(transformer: ModelConfig, architecture: str) -> None:
-    """Raise `UserError` if a model is not a Transformer that can become a model of `architecture`."""
+    """Raise `UserError` if a model is not a Transformer, or cannot be converted to `architecture`."""
     if transformer.architecture != "transformer":
         raise UserError(f"model.architecture={transformer.architecture!r}: --differential requires a 'transformer'")
     if transformer.head_norm != "none":
@@ -87,12 +87,12 @@ def require_convertible(transformer: ModelConfig, architecture: str) -> None:
 
 
 def is_changeable(field: str, architecture: str) -> bool:
-    """Return whether the user may set a field of `model` for a new model of an architecture."""
+    """Return whether users may set this field of `model` in a conversion to `architecture`."""
     return field in CHANGEABLE or field.startswith(f"{architecture}.")
 
 
 def new_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
-    """Return the model that a Transformer becomes: its fields, with the architecture and `CHANGEABLE` of `chosen`."""
+    """Return the Transformer's config with the architecture and the fields in `CHANGEABLE` taken from `chosen`."""
     require_convertible(transformer, chosen.architecture)
     fields = {name: getattr(chosen, name) for name in ("architecture", *CHANGEABLE)}
     if chosen.architecture == "diff":
@@ -110,9 +110,9 @@ def new_model(transformer: ModelConfig, chosen: ModelConfig) -> ModelConfig:
 def new_params(
     reader: ParamsReader, transformer: ModelConfig, config: Config, chosen_LH: np.ndarray | None
 ) -> dict[str, Streamed]:
-    """Return the new model's parameters by path, given a reader of the Transformer's.
+    """Return the new model's parameters by path. `reader` reads the Transformer's parameters.
 
-    The mesh of the new parameters must be set. `chosen_LH` is 1 for the heads that DEX corrects, else 0.
+    Call this function under the mesh of the new parameters. `chosen_LH` is 1 for heads that DEX corrects, else 0.
     """
     model = config.model
     source_of = {f"{ATTENTION}{name}": found for name, found in SOURCES[model.architecture].items()}
@@ -133,7 +133,7 @@ def new_params(
 
 
 def copied_params(reader: ParamsReader, model: ModelConfig) -> dict[str, Streamed]:
-    """Return the parameters of a model by path."""
+    """Return a model's parameters by path, without changing them."""
     copied = {True: by_layer, False: by_rows}
     return {
         name: copied[name.startswith("blocks/")](shape, partial(reader.read, name))
@@ -144,10 +144,10 @@ def copied_params(reader: ParamsReader, model: ModelConfig) -> dict[str, Streame
 def heads_by_entropy(
     config: Config, mesh: jax.sharding.Mesh, checkpoint: Manifest, part: WeightsPart, sources: Sources
 ) -> np.ndarray:
-    """Return 1 for the half of each layer's heads whose attention has the highest entropy, else 0, float32 `[L, H]`.
+    """Choose the half of each layer's heads with the highest attention entropy: 1, else 0, float32 `[L, H]`.
 
     The entropy is a mean over queries of validation rows, as in DEX (arXiv 2505.16333). Padding does not count.
-    `config` is the Transformer's.
+    `config` is the Transformer's config.
     """
     rows, length = batch_shards(mesh), config.data.sequence_length
     layout = Layout.of(config.mesh.context_method).with_whole_rows()
@@ -175,7 +175,7 @@ def heads_by_entropy(
 
 @partial(jax.jit, static_argnums=0)
 def _entropies(graphdef: nnx.GraphDef, params: object, batch: Batch, queries_BC: jax.Array) -> jax.Array:
-    """Return the summed entropies of the real queries' attention weights in each layer and head, `[L, H]`."""
+    """Sum the entropies of the attention weights over all queries that are not padding, per layer and head `[L, H]`."""
     model = nnx.merge(graphdef, params)
     real_BC = jnp.take_along_axis(*reshard((batch.is_real_BT, queries_BC), jax.P()), axis=1)
 
@@ -212,7 +212,7 @@ def _layer_of(
     initial_L: np.ndarray | None,
     layer: int,
 ) -> np.ndarray:
-    """Return a parameter of one layer, made from the Transformer's parameter `name`."""
+    """Convert the Transformer's parameter `name` in one layer to the new axes."""
     array = reader.read(f"{ATTENTION}{name}", layer)
     if initial_L is not None:
         return np.stack([array, initial_L[layer][..., 1, :]], axis=-2)

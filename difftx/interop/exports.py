@@ -1,4 +1,4 @@
-"""Exports of checkpoints during training, every `checkpoint.export_every_steps`."""
+"""Export checkpoints during training, every `checkpoint.export_every_steps` steps."""
 
 import json
 
@@ -16,19 +16,20 @@ from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.run import Run
 
 FOLDER = "exports"
-RECORD = "checkpoint.json"  # File of an export with the identifier of its weights.
+RECORD = "checkpoint.json"  # File in an export that identifies the exported weights.
 
 
 def check_run(run: Run) -> None:
-    """Raise `UserError` if the run has exports, but its model cannot be exported."""
+    """Raise `UserError` if the config requests exports but the model cannot be exported."""
     if run.config.checkpoint.export_every_steps is not None:
         check_representable(run.config.model, "hf")
 
 
 def exists(run: Run, step: int) -> bool:
-    """Return whether the export of a step is complete, and has the weights of the step's checkpoint.
+    """Return whether the export of a step is complete and has the weights of the step's checkpoint.
 
-    After a rewind, an export may have weights that the run has discarded. All processes must call this function.
+    After a rewind, an older export of the same step has weights that the run has discarded. All processes must call
+    this function.
     """
     out, checkpoint = run.workdir / FOLDER / str(step), run.workdir / "checkpoints" / str(step)
 
@@ -44,7 +45,7 @@ def exists(run: Run, step: int) -> bool:
 def write(run: Run, step: int) -> str:
     """Export the checkpoint of a step to `<workdir>/exports/<step>`. All processes must call this function.
 
-    Return a message, also after a failure, which does not end the training.
+    Return a message for the log. If the export fails, the message says so, and the training continues.
     """
     run.owner.check()
     workdir = run.workdir if is_bucket(run.workdir) else run.workdir.absolute()
@@ -53,11 +54,11 @@ def write(run: Run, step: int) -> str:
         out = workdir / FOLDER / str(step)
         try:
             make_folder(out.parent)
-            if size_of(out / RECORD) is not None:  # Written before a rewind to an earlier step.
+            if size_of(out / RECORD) is not None:  # Written before a rewind, so it has other weights.
                 remove_file(out / CONFIG)
                 remove_folder(out)
             checkpoint = open_checkpoint(read_manifest(workdir / "checkpoints" / str(step)), run.config)
-            # It may take longer than a step.
+            # Report progress, so that the watchdog allows more time than for a step.
             with new_folder(out, CONFIG, after_each_upload=report_progress) as folder:
                 write_atomically(folder / RECORD, json.dumps({"weights": checkpoint.weights}) + "\n")
                 written, *_ = write_export(checkpoint, run.files, folder, str(out), "hf", SHARD_MIB * 2**20)

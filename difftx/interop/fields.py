@@ -1,8 +1,8 @@
-"""Reading and writing of config.json in other formats.
+"""Read and write the config.json of other formats.
 
-The module of a format has `read`, which returns the model that a config.json describes, and `write`, which returns the
-fields of config.json that a model determines. Its table `NAMES` has the fields of config.json that have the value of a
-field of `model`. A model can be exported if `read` of what `write` returns is a model of the same function.
+Each format is a module with two functions and a table. `read` converts a config.json to a model config. `write`
+converts a model config to fields of config.json. `NAMES` maps fields of config.json to fields of `model` with the same
+value. A model can be exported in a format if `read(write(model))` computes the same function.
 """
 
 import operator
@@ -22,9 +22,10 @@ from difftx.json_files import TYPE_NAMES, read_json
 from difftx.model.architectures import check_attention, heads_of
 
 CONFIG = "config.json"
-# A cache belongs to the engine, and the granularity has no effect without `attention_logit_bits`.
+# Fields that exports ignore. Engines have their own cache. The granularity has no effect without
+# `attention_logit_bits`.
 NOT_OF_WEIGHTS = ("cache", "attention_logit_granularity")
-# Fields of config.json that change no logits of the classes of transformers, such as those of SmolLM and Unsloth.
+# Fields of config.json that do not change the logits in transformers, such as additions by SmolLM and Unsloth.
 HARMLESS = (
     "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "attention_dropout",
     "bos_token_id", "do_sample", "dtype", "eos_token_id", "initializer_range", "is_llama_config", "lambda_std_dev",
@@ -36,7 +37,7 @@ EXPECTED: dict[type, str] = TYPE_NAMES | {float: "a positive number", bool: "tru
 
 
 class Fields:
-    """A config.json whose fields are checked when they are read."""
+    """A config.json that checks each field when it is read."""
 
     def __init__(self, path: Path, raw: Any = None):
         self.path = path
@@ -46,11 +47,11 @@ class Fields:
         self._known = {*HARMLESS}
 
     def assume(self, defaults: Mapping[str, Any]) -> None:
-        """Take default values for absent fields."""
+        """Use `defaults` for absent fields."""
         self._raw = {**defaults, **self._raw}
 
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Return a field, or `default` if it is absent or null. Raise `UserError` for a wrong type or a number ≤ 0."""
+        """Return a field, or `default` if it is absent or null. Raise `UserError` if its type is wrong or it is ≤ 0."""
         self._known.add(name)
         value = self._raw.get(name)
         if value is None and default is not None:
@@ -62,13 +63,13 @@ class Fields:
         return value
 
     def named(self, names: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
-        """Return the fields of `model` that are fields of config.json, given a table `NAMES`."""
+        """Read all fields in a table `NAMES` and return their values by their names in `model`."""
         types = types_of(ModelConfig)
         kinds = {ours: next(kind for kind in options(types[ours]) if kind is not NoneType) for ours in names.values()}
         return {ours: self.get(theirs, kinds[ours], defaults.get(theirs)) for theirs, ours in names.items()}
 
     def read(self, *names: str) -> dict[str, Any]:
-        """Return the values of fields, whose types the caller checks. Raise `UserError` if a field is absent."""
+        """Return fields without checking their types. Raise `UserError` if a field is absent."""
         if missing := [name for name in names if name not in self._raw]:
             raise UserError(f"{self.path}: {missing[0]} is missing")
         self._known.update(names)
@@ -81,16 +82,16 @@ class Fields:
             raise UserError(f"{self.path}: {name}={found!r} cannot be converted; only {value!r} can")
 
     def refuse_others(self, *ignored: str) -> None:
-        """Raise `UserError` for a field that nothing has read, unless it is harmless, `ignored`, false or null."""
+        """Raise `UserError` if there is a field that was not read, unless it is harmless, `ignored`, false or null."""
         for name, value in self._raw.items():
             if value and name not in {*self._known, *ignored}:
                 raise UserError(f"{self.path}: {name}={value!r} cannot be converted; remove it if it has no effect")
 
 
 def function_fields(model: ModelConfig) -> list[str]:
-    """Return the fields that determine what given weights compute, those of the architecture's own group last.
+    """Return the names of the `model` fields that determine the model's function.
 
-    Names are such as "d_model", "rope_scaling" for the whole group, and "top_k.k".
+    Names look like "d_model", "rope_scaling" (a whole group) and, at the end, "top_k.k" (the architecture's own group).
     """
     names = fields_with(ModelConfig, Effect.SHAPES, Effect.FUNCTION)
     others = (*NOT_OF_WEIGHTS, *added_groups(ModelConfig))
@@ -99,7 +100,7 @@ def function_fields(model: ModelConfig) -> list[str]:
 
 
 def with_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
-    """Return a model with other values of fields, of which some may be in the own group of `fields["architecture"]`."""
+    """Return the model with some fields replaced, including fields in the own group of `fields["architecture"]`."""
     architecture, others = fields["architecture"], dict(model.extensions)
     raw = {name: value for name, value in values_of(model).items() if name == architecture or name not in others}
     for field, value in fields.items():
@@ -108,7 +109,7 @@ def with_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def model_of(path: Path, raw: dict[str, Any]) -> ModelConfig:
-    """Return the model with the given fields. Errors name the path of the config.json that has them."""
+    """Build a model config from the fields `raw`. Errors name `path`, the config.json from which they were read."""
     try:
         model = build_group(ModelConfig, raw, "model")
         check_attention(model)
@@ -118,13 +119,13 @@ def model_of(path: Path, raw: dict[str, Any]) -> ModelConfig:
 
 
 def determined_fields(format_: ModuleType, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model that the config.json of a format determines."""
+    """Return the `model` fields that a format's config.json determines, with their values in `model`."""
     names = {*function_fields(model), *format_.NAMES.values()}
     return {name: operator.attrgetter(name)(model) for name in names}
 
 
 def config_json(format_: ModuleType, config: Config, end_of_text: int) -> dict[str, Any]:
-    """Return the content of config.json for a model that `check_model` accepts."""
+    """Return the content of config.json. The model must pass `check_model`."""
     scaling = config.model.rope_scaling
     scaled = 0 if scaling.factor == 1 else round(scaling.factor * scaling.original_max_position_embeddings)
     longest = max(config.data.sequence_length, scaled)
@@ -132,7 +133,7 @@ def config_json(format_: ModuleType, config: Config, end_of_text: int) -> dict[s
 
 
 def check_model(format_: ModuleType, model: ModelConfig) -> None:
-    """Raise `UserError` for a model that a format cannot represent: its config.json is that of another model."""
+    """Raise `UserError` if a format cannot represent a model, that is, if its config.json describes another model."""
     written = format_.write(model)
     other = format_.read(Fields(Path(CONFIG), written))
     for name in differences(model, other):
@@ -142,26 +143,26 @@ def check_model(format_: ModuleType, model: ModelConfig) -> None:
 
 
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
-    """Return the fields by which two models compute other functions with the same weights."""
+    """Return the fields that make two models compute different functions with the same weights."""
     ours, theirs = _canonical(model), _canonical(other)
     return [name for name in function_fields(model) if ours[name] != theirs[name]]
 
 
 def _canonical(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model, with one value for all values of the same function."""
+    """Return the model's fields, with values normalised so that models with equal functions have equal fields."""
     heads, values = heads_of(model), values_of(model)
     values |= flat(values) | {"num_kv_heads": heads.kv_heads, "head_dim": heads.d_head}
     repeats = model.num_layers // len(model.windows)
     values |= {"window": model.windows * repeats, "window_pattern": model.rotates * repeats}
     if model.head_norm == "rms_affine":
-        values["head_norm"] = "rms"  # `export_params` converts gains.
+        values["head_norm"] = "rms"  # `export_params` folds the gain into W_O.
     elif model.head_norm != "rms":
-        values["head_norm_eps"] = None  # Without an RMSNorm, it has no effect.
+        values["head_norm_eps"] = None  # It has no effect without an RMSNorm.
     return values
 
 
 def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int | None]:
-    """Return the fields of `model` that describe heads, with None for values that are the field's default."""
+    """Return the `model` fields that describe heads. If a value equals the default, use None."""
     return {
         "num_heads": heads,
         "num_kv_heads": None if kv_heads == heads else kv_heads,
@@ -170,7 +171,7 @@ def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: i
 
 
 def rope_fields(fields: Fields) -> dict[str, Any]:
-    """Return the fields of the rotary embedding. As in transformers 5, rope_scaling replaces rope_parameters."""
+    """Return the `model` fields of the rotary embedding. If both exist, rope_scaling overrides rope_parameters."""
     both = [fields.get(name, dict, {}) for name in ("rope_scaling", "rope_parameters")]
     raw: dict[str, Any] = both[0] or both[1]
     kind = raw.get("rope_type", raw.get("type", "default"))
@@ -193,7 +194,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, Any]:
-    """Return the field `rope_parameters` of config.json."""
+    """Return the value of config.json's field `rope_parameters`."""
     scaling = model.rope_scaling
     kind = {"rope_type": "default"} if scaling.factor == 1 else {"rope_type": "llama3", **values_of(scaling)}
     return kind | {"rope_theta": model.rope_theta}

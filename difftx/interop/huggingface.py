@@ -1,7 +1,7 @@
 """The config.json of classes that differ from transformers' Llama in few fields, such as Qwen 3 and DiffLlama.
 
-A further class of this kind is a row of `CLASSES`. `MotifForCausalLM` is not in transformers. difftx imports its
-folders, and exports its models as those of all other architectures.
+To support another class of this kind, add a row to `CLASSES`. `MotifForCausalLM` is not in transformers: difftx imports
+its folders, but exports Motif models with `modeling_difftx.py`.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from difftx.model.architectures import ARCHITECTURES, heads_of
 
 @dataclasses.dataclass(frozen=True)
 class Class:
-    """A class by its differences from `LlamaForCausalLM`."""
+    """The differences of a class from `LlamaForCausalLM`."""
 
-    # Fields of `model` that the class has, whatever its config.json says.
+    # Fields of `model` that the class fixes. config.json has no fields for them.
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Values of fields that config.json may leave out, as the class of the config has them.
+    # Defaults of the config class for fields that config.json may leave out.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()  # Fields of config.json that have no effect.
+    ignored: tuple[str, ...] = ()  # Fields of config.json to ignore, because they do not affect the model.
 
 
 CLASSES = {
@@ -37,9 +37,9 @@ CLASSES = {
     "Qwen3ForCausalLM": Class(
         {"qk_norm": True}, {"num_key_value_heads": 32, "head_dim": 128}, ignored=("sliding_window",)
     ),
-    # `sliding_window`: the window of all layers, unless it is null.
+    # `sliding_window` applies to all layers. null: no window.
     "MistralForCausalLM": Class(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    # Every fourth layer has no rotary embedding, unless `no_rope_layers` has a 1 or a 0 per layer.
+    # By default, every fourth layer has no rotary embedding. `no_rope_layers` overrides this with a 1 or 0 per layer.
     "SmolLM3ForCausalLM": Class(
         defaults={
             "num_key_value_heads": 4,
@@ -49,14 +49,14 @@ CLASSES = {
         },
         ignored=("sliding_window",),
     ),
-    # `auto_map` names code that is not executed. `fused_rope` selects a kernel, and `expanded` is a record.
+    # Ignored: `auto_map` names code that difftx does not execute, `fused_rope` selects a kernel, `expanded` is a note.
     "MotifForCausalLM": Class(
         {"architecture": "motif", "head_norm": "rms_affine"},
         {"hidden_act": "poly_norm", "attn_rms_norm_eps": 1e-5},
         ignored=("auto_map", "model_type", "sliding_window", "fused_rope", "expanded"),
     ),
 }
-# Architecture → layout of the weights, where it is not "hf".
+# Architecture → layout of its weights. All others have the layout "hf".
 LAYOUTS: dict[str, Format] = {"diff": "diffllama", "motif": "motif"}
 TRANSFORMER: dict[str, Any] = {
     "architecture": "transformer",
@@ -75,7 +75,7 @@ NAMES = {
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Return the model that a config.json describes, or raise `UserError` if difftx lacks a feature."""
+    """Return the model that a config.json describes. Raise `UserError` if difftx does not support it."""
     path = fields.path
     (name, *_) = fields.get("architectures", list) or ["none"]
     if not isinstance(name, str) or name not in CLASSES:
@@ -83,18 +83,18 @@ def read(fields: Fields) -> ModelConfig:
     described = CLASSES[name]
     fields.assume(described.defaults)
     if "model_type" not in described.ignored:
-        fields.require("model_type", _model_type(name))  # It selects the class in transformers.
+        fields.require("model_type", _model_type(name))  # transformers selects the class by it.
     fields.require("layer_types", ["full_attention"] * len(fields.get("layer_types", list, [])) or None)
     fields.require("hidden_act", described.defaults.get("hidden_act", "silu"))
     implied = {**TRANSFORMER, **described.model}
     named = fields.named(NAMES, tie_word_embeddings=False)
-    of_heads = "attn_rms_norm_eps" if "attn_rms_norm_eps" in described.defaults else "rms_norm_eps"
+    head_norm_eps_field = "attn_rms_norm_eps" if "attn_rms_norm_eps" in described.defaults else "rms_norm_eps"
     model = {
         **implied,
         **named,
         **_heads(fields, implied["architecture"], named["d_model"]),
         **rope_fields(fields),
-        "head_norm_eps": fields.get(of_heads, float),  # DiffLlama has only one epsilon.
+        "head_norm_eps": fields.get(head_norm_eps_field, float),  # DiffLlama has only one epsilon.
     }
     if "sliding_window" in described.defaults:
         model["window"] = fields.read("sliding_window")["sliding_window"]
@@ -105,7 +105,7 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def _heads(fields: Fields, architecture: str, d_model: int) -> dict[str, Any]:
-    """Return the fields of `model` that describe heads."""
+    """Return the `model` fields that describe heads."""
     groups = ARCHITECTURES[architecture].groups
     heads = fields.get("num_attention_heads", int)
     kv_heads = fields.get("num_key_value_heads", int, heads)
@@ -115,7 +115,7 @@ def _heads(fields: Fields, architecture: str, d_model: int) -> dict[str, Any]:
     head_dim = fields.get("head_dim", int, d_model // heads)
     if architecture != "motif":
         return heads_from(d_model, groups, heads // groups, kv_heads // groups, head_dim)
-    fields.require("k_ratio", 1)  # Keys of A1 per key of A2.
+    fields.require("k_ratio", 1)  # Number of A1 keys per A2 key.
     noise_heads = fields.get("num_noise_heads", int, max(1, heads // 2))  # Motif-2.6B has pairs of heads.
     signal_heads, rest = divmod(heads - noise_heads, noise_heads)
     if rest or signal_heads < 1:
@@ -131,9 +131,9 @@ def _heads(fields: Fields, architecture: str, d_model: int) -> dict[str, Any]:
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that a model determines, for the first class that has its function.
+    """Return the config.json fields of a model, for the first class that computes the same function.
 
-    If no class has its function, the fields are those of the first class of its architecture.
+    If there is no such class, use the first class of the model's architecture.
     """
     if model.architecture == "transformer" and model.d_model % model.num_heads:
         raise UserError(
@@ -147,17 +147,17 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json for a class."""
+    """Return the config.json fields of a model for the class `name`."""
     heads, described = heads_of(model), CLASSES[name]
     special: dict[str, Any] = {"lambda_std_dev": model.lambda_std} if heads.groups == 2 else {"mlp_bias": False}
     if (rope := rope_parameters(model))["rope_type"] == "llama3":
-        special["rope_scaling"] = rope  # transformers 4 reads this field instead of rope_parameters.
+        special["rope_scaling"] = rope  # For transformers 4, which does not read rope_parameters.
     if "sliding_window" in described.defaults:
         special["sliding_window"] = model.window
     if "no_rope_layer_interval" in described.defaults:
         repeats = model.num_layers // len(model.rotates)
         special["no_rope_layers"] = [int(rotates) for rotates in model.rotates * repeats]
-        special["pad_token_id"] = None  # The default of the class, 128004, may exceed the vocabulary.
+        special["pad_token_id"] = None  # The class's default, 128004, may exceed the vocabulary.
     return {
         "architectures": [name],
         "model_type": _model_type(name),
@@ -168,7 +168,7 @@ def _write(name: str, model: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "initializer_range": model.init_std,
         "rope_parameters": rope,
-        "rope_theta": model.rope_theta,  # transformers 4 reads this field instead of rope_parameters.
+        "rope_theta": model.rope_theta,  # For transformers 4, which does not read rope_parameters.
         "bos_token_id": None,  # nosec B105: a token of text, not a password
         "dtype": "float32",
         "torch_dtype": "float32",
@@ -181,7 +181,7 @@ def _model_type(name: str) -> str:
 
 
 def _window_pattern(fields: Fields, layers: int) -> str:
-    """Return the shortest `model.window_pattern` for the layers without a rotary embedding."""
+    """Return the shortest `model.window_pattern` that describes which layers have no rotary embedding."""
     interval = fields.get("no_rope_layer_interval", int)
     every = [int((layer + 1) % interval != 0) for layer in range(layers)]
     rotates = fields.get("no_rope_layers", list, every)[:layers]

@@ -1,4 +1,4 @@
-"""Logits, greedy text and token ids of the package transformers from a model folder, in float32 on the CPU."""
+"""Compute logits, greedy text and token ids with the package transformers, in float32 on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from difftx.errors import RunError
 from difftx.interop import remote_code_config
 from difftx.interop.fields import CONFIG
 
-TEXTS = 100  # Texts of `PIECES` that are encoded in a comparison of tokenizers.
+TEXTS = 100  # Compare tokenizers on this many random texts, made of `PIECES`.
 PIECES = (
     *("the", " and", "'LL", "Words", "12345", " 3.14", "?!", "</p>", "def f(x):\n    return x[0]", "--"),
     *("\n", "\r\n", "  ", "\t", "\u00a0", "\u3000", "\u200b", "▁", "\x00", "\x1b[0m"),
@@ -19,7 +19,7 @@ PIECES = (
 
 
 def load(folder: Path) -> Any:
-    """Return the model in a folder, as transformers loads it, but without executing code of the folder."""
+    """Load the model in a folder with transformers, without executing code from the folder."""
     import torch
     import transformers
 
@@ -29,8 +29,8 @@ def load(folder: Path) -> Any:
         from difftx.interop import modeling_difftx
 
         loader = getattr(modeling_difftx, remote_code_config.class_of(folder / CONFIG))
-    # A config.json can name an attention kernel that transformers would download and execute; "eager" replaces it. The
-    # folder is local and local_files_only is set, so nothing is downloaded.
+    # config.json can name an attention kernel that transformers would download and execute. "eager" overrides it. With
+    # local_files_only, nothing else is downloaded either.
     options = {"attn_implementation": "eager", "local_files_only": True, "trust_remote_code": False}
     return loader.from_pretrained(folder, dtype=torch.float32, **options).eval()  # nosec B615
 
@@ -44,11 +44,11 @@ def logits(model: Any, tokens_BT: np.ndarray) -> np.ndarray:
 
 
 def greedy(model: Any, prompts_BT: np.ndarray, length: int) -> np.ndarray:
-    """Return rows of `length` tokens: prompts and the most likely continuations, decoded with a cache."""
+    """Continue the prompts greedily, with a cache, to rows of `length` tokens. The rows include the prompts."""
     import torch
     import transformers
 
-    # The folder's defaults of generation, such as a penalty or the end-of-text token, must not apply.
+    # Do not use the folder's generation defaults, such as a repetition penalty or the end-of-text token.
     model.generation_config = transformers.GenerationConfig()
     prompts = torch.from_numpy(prompts_BT)
     options = {"do_sample": False, "max_length": length, "pad_token_id": 0}  # nosec B105: a token of text, not a password
@@ -57,10 +57,10 @@ def greedy(model: Any, prompts_BT: np.ndarray, length: int) -> np.ndarray:
 
 
 def compare_tokenizer(folder: Path, tokenizer: Tokenizer) -> str:
-    """Compare token ids of `TEXTS` texts and the end-of-text token with transformers. Return the result as text.
+    """Compare the token ids of `TEXTS` texts and the end-of-text token with transformers. Return a message.
 
-    Raise `RunError` if they differ. Texts begin with a letter, because transformers treats spaces at the beginning of a
-    text in its own way (docs/tokenizers.md).
+    Raise `RunError` if they differ. Texts begin with a letter, because transformers treats leading spaces differently
+    (docs/tokenizers.md).
     """
     import transformers
 

@@ -2,14 +2,15 @@
 
 `difftx convert --to=hf` copies this file into each folder that it writes. The file imports only torch and transformers.
 
-A layer calls the attention function of transformers once, with ordinary softmax attention, so that serving engines with
-one key/value cache per layer can compute it. Differential attention, (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d), has
-this form: each key/value head has the key [K1; K2] and the value V, both of width E = 2d. A signal query is [Q1; 0],
-and a noise query is [0; Q2]. The scale stays 1/√d. λ times the output of the noise head is subtracted after the call.
+A layer calls the attention function of transformers once, for ordinary softmax attention, so that serving engines with
+one key/value cache per layer can compute it. Differential attention, (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d), is
+mapped to this form. Each key/value head has the key [K1; K2] and the value V, both of width E = 2d. A signal query is
+[Q1; 0], and a noise query is [0; Q2]. The scale stays 1/√d. After the call, λ times the output of the noise head is
+subtracted from the output of the signal head.
 
-Two architectures continue the training of a Transformer. In "zero_branch", both keys of a head have a value of width d,
-so each key is an ordinary key/value head, and each value is given to two of them. "dex" corrects the outputs of the
-heads after the call: O - λ f_D(O) (arXiv 2505.16333).
+Two architectures continue the training of a Transformer. In "zero_branch", values have width d like keys, so K1 and K2
+are two ordinary key/value heads with the same value. "dex" corrects the outputs of the heads after the call:
+O - λ f_D(O) (arXiv 2505.16333).
 """
 # Axes in comments: B = batch, T = tokens, S = keys, N = noise heads, R = signal heads per noise head, H = N R heads,
 #   K = key/value heads, d = width of a query/key (sub-)head, E = width of a value head
@@ -33,9 +34,9 @@ from transformers.utils.output_capturing import capture_outputs
 TWO_KEYS = ("diff", "gda", "motif", "signed_mask")  # Architectures whose key/value heads have two keys of width d.
 LAMBDA_VECTORS = ("diff", "gda", "motif", "zero_branch")  # Architectures with one λ per layer.
 LAMBDA_PROJECTIONS = ("diff_v2", "gdla")  # Architectures with one λ per token and head.
-# Architectures whose attention weights are not a softmax. No engine's attention function computes them.
+# Architectures whose attention weights are not a softmax. The attention functions of engines do not support them.
 EAGER_ONLY = ("top_k", "off_by_one", "sink", "signed_mask")
-# Name of the cache in the arguments and outputs of transformers: "cache" since 5.24, "past_key_values" before.
+# The cache's name in arguments and outputs of transformers: "cache" since 5.24, "past_key_values" before.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 BOUNDS = {"sigmoid": (torch.sigmoid, torch.logit), "tanh": (torch.tanh, torch.arctanh)}
 
@@ -43,8 +44,8 @@ BOUNDS = {"sigmoid": (torch.sigmoid, torch.logit), "tanh": (torch.tanh, torch.ar
 class DifftxConfig(PreTrainedConfig):
     """The config of a model.
 
-    `num_attention_heads`, `num_key_value_heads` and `head_dim` are those of the call of the attention function. They
-    count noise heads too.
+    `num_attention_heads`, `num_key_value_heads` and `head_dim` describe the call of the attention function, which
+    includes noise heads.
     """
 
     model_type = "difftx"
@@ -100,13 +101,13 @@ class DifftxConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any):
         super().__post_init__(**kwargs)
-        # One factor per head would have to be sharded, and PolyNorm is a norm over the whole hidden width.
+        # No tensor parallelism: factors per head would have to be sharded, and PolyNorm needs the whole hidden width.
         if self.head_norm == "sigmoid" or self.architecture in ("dex", "motif"):
             self.base_model_tp_plan = {}
 
 
 class DifftxRMSNorm(nn.Module):
-    """RMSNorm over the last axis, in float32, with a gain unless `has_gain` is False."""
+    """RMSNorm over the last axis, computed in float32. It has a gain unless `has_gain` is False."""
 
     has_gain = True
 
@@ -116,7 +117,7 @@ class DifftxRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised `x`, in its dtype."""
+        """Return the normalised `x` in the dtype of `x`."""
         x_f32 = x.float()
         x = (x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
         return x if self.weight is None else self.weight * x
@@ -129,7 +130,7 @@ class DifftxNorm(DifftxRMSNorm):
 
 
 class DifftxHeadScale(nn.Module):
-    """A learned factor of the heads in place of a norm: one per layer, or the sigmoid of one number per head."""
+    """A learned factor that replaces the head norm: one per layer, or the sigmoid of one number per head."""
 
     def __init__(self, kind: str, heads: int):
         super().__init__()
@@ -142,7 +143,7 @@ class DifftxHeadScale(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the channels i and i + d/2 of `x`, `[B, T, heads, d]`, by the angles of cos and sin, `[B, T, 1, d/2]`."""
+    """Rotate the channels i and i + d/2 of `x`, `[B, T, heads, d]`. `cos` and `sin` of the angles: `[B, T, 1, d/2]`."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -156,7 +157,7 @@ def eager_attention_forward(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of the heads, `[B, T, heads, E]`, and their attention weights, in plain PyTorch."""
+    """Compute the outputs of the heads, `[B, T, heads, E]`, and their attention weights in plain PyTorch."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = (query @ key.transpose(2, 3)).float() * scaling
     if attention_mask is not None:
@@ -167,7 +168,7 @@ def eager_attention_forward(
 
 
 class DifftxAttention(nn.Module):
-    """Self-attention of any architecture of difftx, with one call of the attention function."""
+    """Self-attention of any difftx architecture, with one call of transformers' attention function."""
 
     def __init__(self, config: DifftxConfig, layer_idx: int):
         super().__init__()
@@ -179,7 +180,7 @@ class DifftxAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         noise_heads = config.num_noise_heads or 0
         heads = config.num_attention_heads - noise_heads
-        self.signal_heads = heads // noise_heads if noise_heads else 0  # Per noise head.
+        self.signal_heads = heads // noise_heads if noise_heads else 0  # Signal heads per noise head.
         self.keys_per_value = 2 if config.architecture == "zero_branch" else 1
         width, kv_width, bias = config.hidden_size, config.num_key_value_heads * self.head_dim, config.attention_bias
         self.q_proj = nn.Linear(width, config.num_attention_heads * self.sub_head_dim, bias=bias)
@@ -194,14 +195,13 @@ class DifftxAttention(nn.Module):
         elif config.architecture in LAMBDA_VECTORS and config.lambda_learned:
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 self.register_parameter(name, nn.Parameter(torch.empty(self.sub_head_dim)))
-        # `chosen_heads` and `progress` are not trained. They are parameters, because older versions of vLLM do not load
-        # buffers.
+        # `chosen_heads` and `progress` are not trained, but are parameters: older versions of vLLM do not load buffers.
         if config.architecture == "dex":
             self.correction_proj = nn.Linear(self.head_dim, self.head_dim, bias=False)
             self.dex_lambda = nn.Parameter(torch.zeros(1))
             self.chosen_heads = nn.Parameter(torch.ones(heads))  # 1 for the heads that are corrected, else 0.
         if config.architecture in ("zero_branch", "dex"):
-            self.progress = nn.Parameter(torch.zeros(1))  # From 0, where λ = 0, to 1.
+            self.progress = nn.Parameter(torch.zeros(1))  # Grew from 0 (where λ = 0) to 1 in training.
         if config.output_gate:
             self.gate_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         if config.architecture == "sink":
@@ -211,7 +211,7 @@ class DifftxAttention(nn.Module):
             self.head_norm = norm(self.head_dim, config.head_norm_eps)
         elif config.head_norm != "none":
             self.head_norm = DifftxHeadScale(config.head_norm, heads)
-        # The schedule of the paper (arXiv 2410.05258), unless the config has constants. Motif counts layers from 0.
+        # By default, λ_init follows the paper's schedule (arXiv 2410.05258). Motif counts layers from 0.
         schedule = 0.8 - 0.6 * math.exp(-0.3 * (layer_idx - (config.architecture == "motif")))
         self.lambda_init = schedule if config.lambda_init is None else config.lambda_init
         usual = 1 - self.lambda_init if config.architecture in TWO_KEYS else 1.0
@@ -225,7 +225,7 @@ class DifftxAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the residual update, `[B, T, D]`, and the attention weights if the attention function returns them."""
+        """Return the residual update, `[B, T, D]`, and the attention weights, or None if they are not available."""
         shape = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(*shape, -1, self.sub_head_dim)
         key = self.k_proj(hidden_states).view(*shape, -1, self.sub_head_dim)
@@ -255,7 +255,7 @@ class DifftxAttention(nn.Module):
         return self.o_proj((heads * self.post_scale).flatten(-2)), weights
 
     def attention_weights(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the attention weights, given masked logits, both `[B, heads, T, S]` in float32."""
+        """Convert masked logits to attention weights, both float32 `[B, heads, T, S]`."""
         architecture = self.config.architecture
         if architecture == "signed_mask":
             signal, sign = logits.unflatten(1, (-1, 2)).unbind(2)
@@ -264,23 +264,23 @@ class DifftxAttention(nn.Module):
             assert self.config.top_k is not None
             smallest = logits.topk(min(self.config.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
-        elif architecture in ("sink", "off_by_one"):  # A further key with the value 0.
+        elif architecture in ("sink", "off_by_one"):  # The sink acts as one more key whose value is 0.
             sink = self.sinks.float() if architecture == "sink" else logits.new_zeros(logits.shape[1])
             sink = sink[:, None, None].expand(*logits.shape[:1], -1, logits.shape[2], 1)
             return torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
         return logits.softmax(-1)
 
     def _by_noise_head(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return signal heads `[B, T, N, R, width]` and noise heads `[B, T, N, 1, width]`, the last of each R + 1."""
+        """Split each group of R + 1 heads into signal heads `[B, T, N, R, width]` and the noise head, which is last."""
         x = x.unflatten(-2, (-1, self.signal_heads + 1))
         return x.split([self.signal_heads, 1], dim=-2)
 
     def _subtracted(self, heads: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return head_i - λ noise_(i // R), `[B, T, H, E]`, given the outputs of the attention function."""
+        """Compute head_i - λ noise_(i // R), `[B, T, H, E]`, from the outputs of the attention function."""
         architecture = self.config.architecture
         if architecture == "dex":
             signal, noise, lam = heads, self.correction_proj(heads), self._lam_of_dex()
-        elif architecture == "zero_branch":  # Heads with the same key are neighbours: [B, T, keys / 2, 2, heads, E].
+        elif architecture == "zero_branch":  # Heads that share a key are neighbours: [B, T, keys / 2, 2, heads, E].
             signal, noise = heads.unflatten(-2, (-1, 2, self.num_key_value_groups)).unbind(-3)
             lam = self.progress.detach().float() * self._lam(heads.device)
         elif architecture in LAMBDA_VECTORS:
@@ -295,7 +295,7 @@ class DifftxAttention(nn.Module):
         return heads.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
 
     def _lam_of_dex(self) -> torch.Tensor:
-        """Return the λ of each head, float32 `[H, 1]`."""
+        """Return λ for each head, float32 `[H, 1]`. It is 0 for heads that are not corrected."""
         progress = self.progress.detach().float()
         lam = (1 - progress) * progress * self.lambda_init + progress * self.dex_lambda.float()
         return (lam * self.chosen_heads.detach().float())[:, None]
@@ -362,7 +362,7 @@ class DifftxDecoderLayer(GradientCheckpointingLayer):
 
 
 class DifftxPreTrainedModel(PreTrainedModel):
-    """Base class of the models that engines can serve."""
+    """Base class of all models. By itself, it declares that engines can serve them (see `_Eager`)."""
 
     config_class = DifftxConfig
     base_model_prefix = "model"
@@ -370,7 +370,7 @@ class DifftxPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DifftxDecoderLayer"]
     _can_record_outputs = {"hidden_states": DifftxDecoderLayer, "attentions": DifftxAttention}
     _skip_keys_device_placement = ["cache"]
-    # In bfloat16, the error of λ would reach 0.01.
+    # In bfloat16, λ would be wrong by up to 0.01.
     _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "dex_lambda", "progress"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -394,7 +394,7 @@ class DifftxModel(DifftxPreTrainedModel):
             raise ValueError(f"architecture {config.architecture!r} is not servable: load it as DifftxEagerForCausalLM")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DifftxDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.sub_head_dim = self.layers[0].self_attn.sub_head_dim  # Pipeline ranks of engines lose layer 0 later.
+        self.sub_head_dim = self.layers[0].self_attn.sub_head_dim  # Engines with pipeline ranks remove layer 0 later.
         self.norm = DifftxRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -413,7 +413,7 @@ class DifftxModel(DifftxPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Return the normalised output of the last layer, `[B, T, D]`, and the cache.
 
-        `past_key_values` is the older name of `cache`. If both are given, `cache` is used.
+        `past_key_values` is the older name of `cache`. `cache` is used if both are given.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("specify exactly one of input_ids and inputs_embeds")
@@ -440,11 +440,11 @@ class DifftxModel(DifftxPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
     def _angles(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of the rotary embedding, float32 `[B, T, 1, d/2]`."""
+        """Return the cosines and sines of the rotary embedding, each float32 `[B, T, 1, d/2]`."""
         width, rope = self.sub_head_dim, self.config.rope_parameters
         channels = torch.arange(0, width, 2, dtype=torch.float32, device=position_ids.device)
         frequencies = rope["rope_theta"] ** (-channels / width)
-        if rope["rope_type"] == "llama3":  # Lower frequencies for a longer context (arXiv 2407.21783).
+        if rope["rope_type"] == "llama3":  # Lower the frequencies for a longer context (arXiv 2407.21783).
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             rotations = frequencies * (rope["original_max_position_embeddings"] / (2 * math.pi))
             kept = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -488,7 +488,7 @@ class DifftxForCausalLM(DifftxPreTrainedModel, GenerationMixin):
 
 
 class _Eager:
-    """Attention functions of the models in `EAGER_ONLY`. Engines refuse such a model instead of computing a softmax."""
+    """Makes engines refuse models of the architectures in `EAGER_ONLY`, for which they would compute a softmax."""
 
     _supports_flash_attn = False
     _supports_sdpa = False
@@ -497,10 +497,10 @@ class _Eager:
 
 
 class DifftxEagerModel(_Eager, DifftxModel):
-    """`DifftxModel` of an architecture in `EAGER_ONLY`. It is not servable."""
+    """`DifftxModel` for the architectures in `EAGER_ONLY`. Engines cannot serve it."""
 
 
 class DifftxEagerForCausalLM(_Eager, DifftxForCausalLM):
-    """`DifftxForCausalLM` of an architecture in `EAGER_ONLY`. It is not servable."""
+    """`DifftxForCausalLM` for the architectures in `EAGER_ONLY`. Engines cannot serve it."""
 
     _model_class = DifftxEagerModel

@@ -1,8 +1,8 @@
 """The config.json of microsoft/unilm's Diff-Transformer.
 
-That repository publishes attention layers but no model, so difftx defines the format. The parameters of these layers
-are under `self_attn`, and all other tensors have Llama's names. config.json has the arguments of the layers'
-constructors and the fields of a Llama.
+That repository contains attention layers but no model, so difftx defines the format of a model. The parameters of the
+attention layers are under `self_attn`, and all other tensors have Llama's names. config.json contains the constructor
+arguments of the attention layers and the fields of a Llama.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Return the model that a config.json describes, or raise `UserError` if difftx lacks a feature."""
+    """Return the model that a config.json describes. Raise `UserError` if difftx does not support it."""
     name = fields.get("attention", str)
     if name not in CLASSES:
         raise UserError(f"{fields.path}: attention={name!r} cannot be converted.{did_you_mean(name, CLASSES)}")
@@ -43,7 +43,7 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that a model determines."""
+    """Return the config.json fields of a model."""
     heads = heads_of(model)
     if heads.d_head * heads.groups * model.num_heads != model.d_model:
         raise UserError(f"model.head_dim={model.head_dim}: the official code derives it from d_model and num_heads")

@@ -1,12 +1,12 @@
-"""Conversion of parameters between the layouts of other formats and those of difftx, one layer at a time.
+"""Convert parameters between the layouts of difftx and of other formats, one layer at a time.
 
-Values stay bit-identical, except where the gain of a head norm is folded into W_O.
+Values stay bit-identical, except that DiffLlama requires the gain of the head norm to be folded into W_O.
 """
 # Axes in names and strings: D = model width, V = vocabulary, F = hidden width of the MLP, L = layers, H = heads,
 # K = key/value heads, G = 2 groups (of the attention weights A1 and A2), d = width of a head's query and key in a
-# group, E = width of a head's output, p = 2 channels that the rotary embedding rotates together, j = d / 2 pairs,
-# A = queries per token, N = noise heads, Q = A / N, R = H / K, c = 3 coefficients of PolyNorm, o = 1 (an axis that the
-# other layout lacks)
+# group, E = width of a head's output, p = 2 channels that the rotary embedding rotates together, j = d / 2 such pairs,
+# A = queries per token, N = noise heads, Q = A / N, R = H / K, c = 3 coefficients of PolyNorm, o = 1 (an axis that only
+# one of the layouts has)
 
 import dataclasses
 import math
@@ -30,21 +30,21 @@ Format = Literal["hf", "diffllama", "official", "motif"]
 OUTPUT = "blocks/attention/output_HED"
 GAIN = "blocks/attention/head_norm/scale"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
-BLOCK_BYTES = 2**26  # Embeddings are converted in blocks of rows of about this size.
+BLOCK_BYTES = 2**26  # Convert embeddings in blocks of rows of about this size.
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter of difftx, and the tensors of another format with the same values.
+    """A parameter of difftx and the tensors in another format that hold its values.
 
     A string of axes has one word per axis. A word of several letters is one axis that combines these dimensions in
     row-major order: "HGd D" is a matrix with H·G·d rows, in which the index over d changes fastest, and D columns.
     """
 
-    names: tuple[str, ...]  # Names of the tensors, with {layer} for the layer's number. difftx stacks several tensors.
+    names: tuple[str, ...]  # Names of the tensors, with {layer} for the layer's number. Several tensors are stacked.
     axes: str  # Axes of each tensor.
-    path: str  # Path of the parameter. A parameter below "blocks/" has a leading axis of layers.
-    our_axes: str  # Axes of the parameter, without the axis of layers and the axis of stacked tensors.
+    path: str  # Path of the parameter in difftx. Parameters below "blocks/" have a leading layer axis.
+    our_axes: str  # Axes of the parameter in difftx, without the layer axis and the axis of stacked tensors.
 
     @property
     def has_layers(self) -> bool:
@@ -60,13 +60,13 @@ _LAMBDAS = [
     _layer(("self_attn.lambda_q1", "self_attn.lambda_q2"), "d", "attention/lambda_query_Gd", "d"),
     _layer(("self_attn.lambda_k1", "self_attn.lambda_k2"), "d", "attention/lambda_key_Gd", "d"),
 ]
-# Axes of `GAIN` in the files of `modeling_difftx.py` and in difftx, for each `model.head_norm` that has parameters.
+# For each `model.head_norm` with parameters: axes of `GAIN` in the files of `modeling_difftx.py`, and axes in difftx.
 _HEAD_NORM = {"rms_affine": ("E", "E"), "scalar": ("o", ""), "sigmoid": ("H", "H o")}
 
-# "hf" is the layout of Llama and of `modeling_difftx.py`, in which `SelfAttention.tensors` describes the attention.
-# "motif" differs from it in the name of the head norm. In DiffLlama, each group is one half of the heads. In the
-# official code, each head contains both groups, and the rotary embedding rotates neighbouring channels, which are d / 2
-# apart in difftx.
+# "hf" is the layout of Llama and of `modeling_difftx.py`. `SelfAttention.tensors` describes its attention weights.
+# "motif" is like "hf" except for the name of the head norm. In DiffLlama, each group is one half of the heads. In the
+# official code, each head contains both groups. Its rotary embedding rotates neighbouring channels, while difftx
+# rotates channels at a distance of d / 2.
 _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
     ("diffllama", "diff"): [
         _layer("self_attn.q_proj.weight", "GHd D", "attention/query_DHGd", "D H G d"),
@@ -93,14 +93,14 @@ _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
 
 
 def architectures_of(format_: Format) -> list[str]:
-    """Return the architectures that a format has."""
+    """Return the architectures that a format supports."""
     if format_ == "hf":
-        return list(ARCHITECTURES.builtin)  # `modeling_difftx.py` has all of them.
+        return list(ARCHITECTURES.builtin)  # `modeling_difftx.py` supports all of them.
     return [architecture for of_format, architecture in _ATTENTION if of_format == format_]
 
 
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
-    """Return the weights of a model. Outside of attention layers, all formats use Llama's names."""
+    """List the weights of a model in a format. All formats use Llama's names, except in attention layers."""
     architecture, is_own = ARCHITECTURES[model.architecture], format_ in ("hf", "motif")
 
     def layers(module: str, path: str, tensors: Mapping[str, tuple[str, str, str]]) -> list[Weight]:
@@ -136,7 +136,7 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
 
 
 def _bias(weight: Weight) -> Weight:
-    """Return the bias of a projection to queries, keys or values, given its weight."""
+    """Return the `Weight` of the bias that belongs to a query, key or value projection."""
     (name,) = weight.names
     path = f"{weight.path.partition('_D')[0]}_bias"
     axes, our_axes = weight.axes.removesuffix(" D"), weight.our_axes.removeprefix("D ")
@@ -144,7 +144,7 @@ def _bias(weight: Weight) -> Weight:
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
-    """Return the size of the dimension that each letter stands for."""
+    """Return the size of the dimension that each axis letter stands for."""
     heads = heads_of(model)
     d, noise_heads = heads.d_head, heads.query_heads - model.num_heads
     sizes = {"D": model.d_model, "V": model.embeddings, "F": model.mlp_dim, "H": model.num_heads, "K": heads.kv_heads}
@@ -160,7 +160,7 @@ def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def rearrange(array: np.ndarray, axes: str, new_axes: str, sizes: Mapping[str, int]) -> np.ndarray:
-    """Transpose and reshape an array from `axes` to `new_axes`, which must consist of the same letters except "o"."""
+    """Transpose and reshape an array from `axes` to `new_axes`. Apart from "o", both must have the same letters."""
     letters, new_letters = (text.replace(" ", "").replace("o", "") for text in (axes, new_axes))
     split = array.reshape([sizes[letter] for letter in letters])
     return split.transpose([letters.index(letter) for letter in new_letters]).reshape(shape_of(new_axes, sizes))
@@ -169,7 +169,7 @@ def rearrange(array: np.ndarray, axes: str, new_axes: str, sizes: Mapping[str, i
 def import_params(
     source: Path, tensors: Mapping[str, Tensor], format_: Format, model: ModelConfig
 ) -> dict[str, Streamed]:
-    """Return difftx's parameters by path. Their values are read from the files only when a checkpoint is written."""
+    """Return difftx's parameters by path. Values are read from the files later, when a checkpoint is written."""
     sizes, weights = sizes_of(model), weights_of(format_, model)
     expected = set()
     for name, shape in ((n, shape_of(w.axes, sizes)) for w in weights for n in _names(w, model.num_layers)):
@@ -181,18 +181,18 @@ def import_params(
             )
         expected.add(name)
     for name in tensors.keys() - expected:
-        if name == UNEMBEDDING:  # A tied model has no output embedding, but its file may contain a copy.
+        if name == UNEMBEDDING:  # The file of a tied model may contain a copy of the embedding.
             _require_equal(tensors[UNEMBEDDING], tensors[EMBEDDING])
-        elif not name.endswith(".rotary_emb.inv_freq"):  # `rope_theta` determines these values.
+        elif not name.endswith(".rotary_emb.inv_freq"):  # Ignore these, as `rope_theta` determines them.
             raise UserError(f"{tensors[name].file}: {name} does not belong to the model that config.json describes")
     return {weight.path: _import(weight, tensors, model.num_layers, sizes) for weight in weights}
 
 
 def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict[str, Streamed]:
-    """Return the tensors of another format by name. Their values are read from the checkpoint when they are written."""
+    """Return the tensors of another format by name. Values are read from the checkpoint when they are written."""
     sizes, tensors = sizes_of(model), {}
-    # The reader caches the decoded chunks of one parameter, and a chunk may hold all layers. Tensors are therefore in
-    # the order of parameters, and the gain is read before the layers of W_O.
+    # The reader caches the chunks of one parameter only, and a chunk may hold all layers. Therefore list the tensors
+    # parameter by parameter, and read the gain before the layers of W_O.
     is_folded = format_ == "diffllama" and model.head_norm == "rms_affine"
     gain_LE = reader.read(GAIN, slice(None)) if is_folded else None
     for weight in weights_of(format_, model):
@@ -208,13 +208,13 @@ def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> 
 
 
 def peft_tensors(reader: ParamsReader, model: ModelConfig, rank: int) -> tuple[dict[str, Streamed], list[str]]:
-    """Return the adapters of a checkpoint by the names of the package peft, and the names of the adapted modules."""
+    """Return a checkpoint's adapters, named as in the package peft, and the names of the adapted modules."""
     sizes, tensors, modules = sizes_of(model) | {"r": rank}, {}, set()
     adapted = adapted_names(model)
     for weight in weights_of("hf", model):
         if weight.path not in adapted:
             continue
-        # PyTorch's matrices are [outputs, inputs]. Ours have all axes of the inputs before those of the outputs.
+        # PyTorch's matrices are [outputs, inputs]. Ours have the input axes first.
         outputs, inputs = weight.axes.split()
         ours, count = weight.our_axes.split(), adapted[weight.path][0]
         ours_in, ours_out = " ".join(ours[:count]), " ".join(ours[count:])
@@ -248,12 +248,12 @@ def _require_equal(unembedding: Tensor, embedding: Tensor) -> None:
 
 
 def by_rows(shape: tuple[int, ...], read: Callable[[slice], np.ndarray]) -> Streamed:
-    """Return an array that is read in blocks of about `BLOCK_BYTES`."""
+    """Return an array that is read lazily, with `read`, in blocks of rows of about `BLOCK_BYTES`."""
     return Streamed(shape, min(shape[0], max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))), read)
 
 
 def by_layer(shape: tuple[int, ...], read_layer: Callable[[int], np.ndarray]) -> Streamed:
-    """Return an array with a leading axis of layers, given the function that reads one layer."""
+    """Return an array with a leading layer axis that is read layer by layer with `read_layer`."""
     return Streamed(shape, 1, lambda layers: np.asarray(read_layer(layers.start))[None])
 
 
@@ -274,9 +274,9 @@ def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: M
 def _export_layer(
     reader: ParamsReader, model: ModelConfig, weight: Weight, gain_LE: np.ndarray | None, layer: int, index: int
 ) -> np.ndarray:
-    """Return the tensor `weight.names[index]` of a layer."""
+    """Read the tensor `weight.names[index]` of a layer from the checkpoint and convert it."""
     sizes = sizes_of(model)
-    if weight.path == GAIN and model.head_norm == "rms":  # The official format requires a gain.
+    if weight.path == GAIN and model.head_norm == "rms":  # The official format requires a gain, so write ones.
         return np.ones(shape_of(weight.axes, sizes), np.float32)
     array = reader.read(weight.path, layer)
     if weight.path == OUTPUT and gain_LE is not None:

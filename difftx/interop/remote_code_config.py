@@ -14,7 +14,7 @@ from difftx.model.architectures import ARCHITECTURES, heads_of
 
 MODELING = Path(__file__).with_name("modeling_difftx.py")
 SERVABLE, EAGER = "DifftxForCausalLM", "DifftxEagerForCausalLM"
-OWN = "difftx"  # Field of config.json with the fields of `model` that the others only imply: heads, the own group.
+OWN = "difftx"  # Field of config.json for the heads as difftx counts them, and for the architecture's own group.
 SAME_NAMES = (
     *("architecture", "attention_bias", "qk_norm", "head_norm", "head_norm_eps"),
     *("lambda_init", "lambda_learned", "lambda_bound", "post_scale"),
@@ -23,12 +23,12 @@ NAMES = {
     **huggingface.NAMES,
     **{name: name for name in SAME_NAMES},
     "lambda_std_dev": "lambda_std",
-    "final_logit_softcapping": "logit_soft_cap",  # Gemma's name, which engines read.
+    "final_logit_softcapping": "logit_soft_cap",  # Gemma's name, which engines support.
 }
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a config.json names a class of the modelling file."""
+    """Return whether a config.json names a class of `modeling_difftx.py`."""
     return class_of(path) in (SERVABLE, EAGER)
 
 
@@ -50,12 +50,12 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that a model determines."""
+    """Return the config.json fields of a model."""
     return {**_description(model), "initializer_range": model.init_std, "dtype": "float32"}
 
 
 def _description(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json that must agree with each other. Heads are those of the attention call."""
+    """Return the config.json fields that `read` checks for consistency. Heads are counted as in the attention call."""
     values, heads = values_of(model), heads_of(model)
     causal = EAGER if ARCHITECTURES[model.architecture].kernel == "weighted_attention" else SERVABLE
     classes = {"AutoConfig": "DifftxConfig", "AutoModel": causal.replace("ForCausalLM", "Model")}
@@ -70,7 +70,7 @@ def _description(model: ModelConfig) -> dict[str, Any]:
         **{theirs: values[ours] for theirs, ours in NAMES.items()},
         OWN: {name: values[name] for name in ("num_heads", "num_kv_heads", "head_dim")} | group,
         "num_attention_heads": heads.query_heads,
-        # The keys of a token, divided into heads as wide as a value.
+        # A key/value head of the attention call has keys as wide as its values.
         "num_key_value_heads": heads.kv_heads * heads.groups * heads.d_head // heads.d_value,
         "num_noise_heads": heads.query_heads - model.num_heads or None,
         "head_dim": heads.d_value,

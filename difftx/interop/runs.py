@@ -1,4 +1,4 @@
-"""Conversion between run directories and model folders of other formats, and comparison of their logits."""
+"""Convert between run directories and model folders of other formats, and compare their logits."""
 
 import contextlib
 import dataclasses
@@ -44,10 +44,10 @@ from difftx.training.state import graph, init_params
 from difftx.training.trainable import trainable
 
 FORMATS: dict[Format, ModuleType] = {"hf": remote_code_config, "diffllama": huggingface, "official": official}
-PROMPTS = 5  # Fewest prompts whose greedy text is compared.
-TOKENS = 64  # Most tokens per row in a comparison of logits.
-TOLERANCE = 1e-4  # Largest difference relative to the largest logit. It allows for another order of float32 sums.
-COMPARED_PARAMETERS = 500_000_000  # Larger models are not compared with the Transformer that they were.
+PROMPTS = 5  # Compare the greedy text of at least this many prompts.
+TOKENS = 64  # Compare logits on rows of at most this many tokens.
+TOLERANCE = 1e-4  # Largest difference relative to the largest logit, for differently ordered float32 sums.
+COMPARED_PARAMETERS = 500_000_000  # After a conversion, compare logits only for models up to this size.
 
 
 def import_run(
@@ -61,12 +61,12 @@ def import_run(
     verify: bool,
     dex_heads: Heads | None = None,
 ) -> list[str]:
-    """Write a run made from a model folder of another format to `folder`. Return messages for the user.
+    """Convert the model folder `source` of another format to a run in `folder`. Return messages for the user.
 
-    `out` is the address to which the caller moves `folder`. The config.json in `source` determines fields of
-    `config.model`, which the user must not have `overridden`. If `verify` is set, logits are compared with those of
-    transformers. If `dex_heads` is set, the source's Transformer becomes a model of the architecture of `config`, as by
-    `differentialize`.
+    The caller later moves `folder` to `out`. The user must not have `overridden` fields of `config.model` that the
+    config.json in `source` determines. If `verify` is set, compare the logits with those of transformers. If
+    `dex_heads` is set, also convert the source's Transformer to the architecture in `config`, as `differentialize`
+    does.
     """
     format_, module, described = _read_model(source, format_)
     if verify and format_ == "motif":
@@ -89,7 +89,7 @@ def import_run(
     )
     config, new = (each.but(data={"tokenizer": name}) for each in (config, new))
     fit(config, tokenizer=tokenizer)
-    # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
+    # If the Transformer is to be converted (`dex_heads`), it is only a temporary run in a subfolder.
     imported = folder if dex_heads is None else folder / "transformer"
     checkpoint = save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
     lines = [compare_logits(source, checkpoint, config)] if verify else []
@@ -102,7 +102,7 @@ def import_run(
 
 
 def _read_model(source: Path, format_: Format) -> tuple[Format, ModuleType, ModelConfig]:
-    """Return the format of the weights in a model folder, the module of its config.json, and the model."""
+    """Return the format of a folder's weights, the module that reads its config.json, and the model."""
     path = source / CONFIG
     is_ours = format_ == "hf" and remote_code_config.is_ours(path)
     module = huggingface if format_ == "hf" and not is_ours else FORMATS[format_]
@@ -111,10 +111,10 @@ def _read_model(source: Path, format_: Format) -> tuple[Format, ModuleType, Mode
 
 
 def open_folder(source: Path) -> LanguageModel:
-    """Load a model folder for transformers onto the first device, without making it a run.
+    """Load a model folder for transformers onto the first device, without creating a run.
 
-    The config has the folder's model, tokenizer and length of rows, and computes in bfloat16 only if the folder's
-    weights have this dtype. Raise `UserError` if difftx cannot import the folder.
+    The config has the folder's model, tokenizer and row length. It computes in bfloat16 only if the folder's weights
+    are bfloat16. Raise `UserError` if difftx cannot import the folder.
     """
     format_, _, model = _read_model(source, "hf")
     fields = Fields(source / CONFIG)
@@ -137,9 +137,10 @@ def open_folder(source: Path) -> LanguageModel:
 
 
 def differentialize(checkpoint: Checkpoint, folder: Path, overrides: Mapping[str, str], dex_heads: Heads) -> list[str]:
-    """Write a run made from the Transformer of a checkpoint to `folder`. Return messages for the user.
+    """Convert the Transformer of a checkpoint to another architecture, and write it as a run to `folder`.
 
-    `overrides` change the run's config, and must include `model.architecture`. `dex_heads` is that of `import_run`.
+    Return messages for the user. `overrides` change the run's config, and must include `model.architecture`.
+    `import_run` explains `dex_heads`.
     """
     names = [name.removeprefix("model.") for name in overrides if name.startswith("model.")]
     architecture = overrides["model.architecture"]
@@ -149,7 +150,7 @@ def differentialize(checkpoint: Checkpoint, folder: Path, overrides: Mapping[str
     config, tokenizer = open_tokenizer(checkpoint)
     transformer = config.model
     differential.require_convertible(transformer, architecture)
-    # Without `head_dim`, the Transformer's number of heads would give sub-heads of half their width.
+    # Set `head_dim`. By default, the new model would divide `d_model` by twice as many (sub-)heads.
     chosen = override(config.but(model={"head_dim": heads_of(transformer).d_head}), overrides)
     config = dataclasses.replace(chosen, model=transformer)
     new = dataclasses.replace(chosen, model=differential.new_model(transformer, chosen.model))
@@ -166,7 +167,7 @@ def differentialize(checkpoint: Checkpoint, folder: Path, overrides: Mapping[str
 
 
 def merge(checkpoint: Checkpoint, folder: Path) -> list[str]:
-    """Write a run of step 0 to `folder`, with the adapters of a checkpoint merged into its weights. Return messages."""
+    """Merge the adapters of a checkpoint into its weights, and write a run at step 0 to `folder`. Return messages."""
     config, tokenizer = open_tokenizer(checkpoint)
     rank, reader = _require_adapters(checkpoint, "--merge"), ParamsReader(checkpoint.manifest, checkpoint.part)
     new = config.but(train={"lora_rank": None, "trainable": ()})
@@ -176,7 +177,7 @@ def merge(checkpoint: Checkpoint, folder: Path) -> list[str]:
 
 
 def export_adapters(checkpoint: Checkpoint, folder: Path) -> list[str]:
-    """Write the adapters of a checkpoint to `folder`, as the package peft reads them. Return messages for the user."""
+    """Write the adapters of a checkpoint to `folder` in the format of the package peft. Return messages."""
     model, train = checkpoint.config.model, checkpoint.config.train
     rank = _require_adapters(checkpoint, "--to=peft")
     check_representable(model, "hf")
@@ -212,9 +213,9 @@ def _differentialize(
     dex_heads: Heads,
     folder: Path,
 ) -> list[str]:
-    """Write the checkpoint of the model that a Transformer becomes to a folder. `config` and `new` are their configs.
+    """Convert a Transformer's checkpoint to the model of the config `new`, and write it to `folder`.
 
-    `read_data` opens the data on whose validation rows dex chooses heads.
+    `config` is the Transformer's config. `read_data` opens the data. "dex" chooses heads on its validation rows.
     """
     mesh = make_mesh(config.mesh)
     chosen_LH = None
@@ -236,7 +237,7 @@ def _differentialize(
 def _check_function(
     checkpoint: Manifest, part: WeightsPart, config: Config, converted: Manifest, new: Config, mesh: jax.sharding.Mesh
 ) -> str:
-    """Compare the logits of a Transformer with those of the model that it became. Return the result as text."""
+    """Compare the logits of a Transformer and of the converted model. Return a message."""
     is_preserved = new.model.architecture != "diff"
     claim = f"the function is {'preserved' if is_preserved else 'not preserved'}"
     if count_parameters(config.model).total > COMPARED_PARAMETERS:
@@ -261,10 +262,10 @@ def write_export(
     bits: Bits | None = None,
     verify: bool = False,
 ) -> list[str]:
-    """Write a checkpoint to `folder`, which is later renamed to `out`. Return messages.
+    """Export a checkpoint to `folder`, which is later renamed to `out`. Return messages.
 
-    `files` has the small files of the run. The weights of products are rounded to `bits`, unless these are None. With
-    `verify`, compare logits, greedy text and token ids with those of transformers.
+    `files` is a folder with the small files of the run. If `bits` is set, the weights of products are rounded. If
+    `verify` is set, compare logits, greedy text and token ids with those of transformers.
     """
     step, model, part = checkpoint.manifest.step, checkpoint.config.model, checkpoint.part
     module = check_representable(model, format_)
@@ -293,7 +294,7 @@ def write_export(
 
 
 def check_representable(model: ModelConfig, format_: Format) -> ModuleType:
-    """Return the module of a model's config.json, or raise `UserError` if the format cannot represent the model."""
+    """Return the module that writes the config.json. Raise `UserError` if the format cannot represent the model."""
     if model.architecture not in (known := architectures_of(format_)):
         raise UserError(
             f"model.architecture={model.architecture!r} cannot be converted with --to={format_}; "
@@ -313,10 +314,11 @@ def _describe(model: ModelConfig) -> str:
 
 
 def compare_logits(folder: Path, checkpoint: Manifest, config: Config, part: WeightsPart = "params") -> str:
-    """Compare float32 logits and greedy text with transformers. Return the result as text.
+    """Compare float32 logits and greedy text with transformers. Return a message.
 
-    The tokens are random prompts and their greedy continuations by transformers with its cache. Raise `RunError` if a
-    logit differs by more than `TOLERANCE` of the largest, or if a chosen token is not the most likely one by that much.
+    transformers continues random prompts greedily, with its cache. Raise `RunError` if a logit on these tokens differs
+    by more than `TOLERANCE` times the largest logit, or if the logit of a chosen token is lower than difftx's largest
+    logit by more than that.
     """
     mesh = make_mesh(config.mesh)
     rows = -(-PROMPTS // batch_shards(mesh)) * batch_shards(mesh)
@@ -337,8 +339,8 @@ def compare_logits(folder: Path, checkpoint: Manifest, config: Config, part: Wei
 
 
 def _random_tokens(config: Config, mesh: jax.sharding.Mesh, rows: int) -> np.ndarray:
-    """Return `rows` rows of random tokens, of a length that the mesh divides."""
-    chunks = 2 * mesh.shape["context"]  # The context axis may split a row into this many chunks of equal length.
+    """Return `rows` rows of random tokens. The mesh can split their length."""
+    chunks = 2 * mesh.shape["context"]  # The context axis splits a row into at most this many equal chunks.
     length = min(TOKENS, config.data.sequence_length) // chunks * chunks
     return np.random.default_rng(0).integers(config.model.embeddings, size=(rows, length))
 
@@ -346,7 +348,7 @@ def _random_tokens(config: Config, mesh: jax.sharding.Mesh, rows: int) -> np.nda
 def our_logits(
     checkpoint: Manifest, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray, part: WeightsPart = "params"
 ) -> np.ndarray:
-    """Return the logits that difftx computes from a verified checkpoint, in float32."""
+    """Compute the logits of a verified checkpoint with difftx, in float32."""
     config = config.but(model={"compute_dtype": "float32", "attention_implementation": "xla"})
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         params = restore_params(checkpoint, config, mesh, part)

@@ -1,6 +1,6 @@
-"""Reading of safetensors files by rows, and writing by tensor (https://huggingface.co/docs/safetensors).
+"""Read safetensors files by rows, and write them tensor by tensor (https://huggingface.co/docs/safetensors).
 
-Our own writer streams the tensors. The `safetensors` library can write only tensors that are in memory.
+The writer streams tensors. The `safetensors` library can write only tensors that are all in memory.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (numpy knows bfloat16 only after this import)
+import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -20,18 +20,18 @@ from difftx.training.checkpoint.weights import Streamed
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = ("F32", "F16", "BF16")  # Dtypes whose values float32 represents exactly.
-_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64"}  # Dtype → its name in a file that difftx writes.
+DTYPES = ("F32", "F16", "BF16")  # float32 represents all values of these dtypes exactly.
+_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64"}  # Dtypes that difftx writes → name in the file.
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file."""
+    """A tensor in a safetensors file."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
-    values: Any  # Indexed with rows, it reads only these: the file is memory-mapped.
+    values: Any  # Memory-mapped: indexing with rows reads only these rows.
 
     def read(self, rows: slice = slice(None)) -> np.ndarray:
         """Return the tensor, or some rows of its first axis, as float32. Raise `UserError` for NaN or infinity."""
@@ -42,7 +42,7 @@ class Tensor:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Return a model folder's tensors by name, from `model.safetensors` or from the files that its index lists."""
+    """Return a model folder's tensors by name, from `model.safetensors` or from the files in its index."""
     if not (folder / INDEX).is_file():
         if (folder / FILE).is_file():
             return _read_header(folder / FILE)
@@ -66,7 +66,7 @@ def _read_header(file: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: not a complete safetensors file ({error}); copy or download it again") from error
     tensors = {}
-    for name in opened.keys():  # noqa: SIM118  # It is no mapping.
+    for name in opened.keys():  # noqa: SIM118  # It is not a mapping.
         values = opened.get_slice(name)
         if values.get_dtype() not in DTYPES:
             raise UserError(f"{file}: {name} has dtype {values.get_dtype()}; only {', '.join(DTYPES)} can be converted")
@@ -75,7 +75,7 @@ def _read_header(file: Path) -> dict[str, Tensor]:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int) -> list[str]:
-    """Write tensors to one file or, above `shard_bytes`, to several with an index. Return the file names."""
+    """Write tensors to one file. Above `shard_bytes`, write several files and an index. Return the file names."""
     shards: list[dict[str, Streamed]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():
@@ -108,7 +108,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Streamed]) -> None:
         }
         end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # Aligns the tensors to 8 bytes.
+    text += b" " * (-len(text) % 8)  # Align the tensors to 8 bytes.
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():

@@ -1,8 +1,8 @@
-"""Export and import of tokenizers, and conversion of tiktoken encodings to Hugging Face's tokenizer.json.
+"""Export and import tokenizers, and convert tiktoken encodings to Hugging Face's tokenizer.json.
 
-Both formats merge bytes in the order of the tokens' ranks. tiktoken merges any two neighbours that form a token. A
-tokenizer.json lists the pairs to merge, so it must list every split of each token into two tokens. A tokenizer can be
-converted if it splits text by cl100k_base's pattern before the merges, or if it does not split text.
+Both formats merge bytes in the order of the tokens' ranks. tiktoken merges any two neighbours that form a token.
+tokenizer.json lists the pairs to merge, so the conversion lists every split of each token into two tokens. A tokenizer
+can be converted if it splits text by cl100k_base's pattern before merging, or does not split text.
 """
 
 import json
@@ -30,21 +30,21 @@ from difftx.files import write_atomically
 from difftx.json_files import read_json
 
 CL100K = "cl100k_base"
-# Pre-tokenizers of Qwen 2: cl100k_base's pattern, but each digit is a piece of its own.
+# Pre-tokenizers of Qwen 2. Its pattern is cl100k_base's, except that every digit is split off.
 QWEN_SPLIT = [SPLIT | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, BYTE_LEVEL]
 GENERATION = "generation_config.json"
-# Settings that `export_tokenizer` writes. Others, such as a chat template, need the copied files.
+# Settings that `export_tokenizer` writes. A folder with other settings, such as a chat template, is copied instead.
 SETTINGS = {"tokenizer_class", "eos_token", "model_max_length", "clean_up_tokenization_spaces"}
-COPY = "tokenizer"  # Folder of a run directory with the files of an imported model's tokenizer.
+COPY = "tokenizer"  # Subfolder of a run directory for the tokenizer files of an imported model.
 
 
 def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, model_type: str | None) -> str:
-    """Write the tokenizer's files if transformers encodes texts identically with them. Return a message for the user.
+    """Write the tokenizer's files, unless transformers would encode texts differently. Return a message for the user.
 
-    `model_type` is that of the model's config.json, if it has one.
+    `model_type` is the field of the model's config.json, or None if it has no such field.
     """
     name = config.data.tokenizer
-    # transformers encodes by the rules of Qwen 2 in all folders of this type, whatever class the settings name.
+    # For this model type, transformers always splits text as for Qwen 2, whatever class the settings name.
     if model_type == "qwen2" and not (isinstance(tokenizer, JsonTokenizer) and _splits_as_qwen(tokenizer.content)):
         return (
             f"tokenizer: not exported: transformers would encode texts by the rules of Qwen 2, which are not those of "
@@ -80,9 +80,9 @@ def import_tokenizer(
 ) -> tuple[str, Tokenizer, str]:
     """Return the value of `data.tokenizer` for the model in `source`, the tokenizer, and a message for the user.
 
-    The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, the tokenizer's files are
-    copied to `folder`, which is later renamed to `out`. If they cannot be read, the value is `name`. If `end_of_text`
-    is set, the files must be a tokenizer with this end-of-text token.
+    If the model's tokenizer is "bytes" or the configured tokenizer `name`, return that. If not, copy the tokenizer's
+    files to `folder`, which is later renamed to `out`, and return the path of the copy. If the files cannot be read,
+    return `name`. If `end_of_text` is set, the files must have this end-of-text token.
     """
     settings = tokenizer_files.read_settings(source)
     if not has_tokenizer(source):
@@ -94,7 +94,7 @@ def import_tokenizer(
         return known, load_tokenizer(known), f"tokenizer: that of the model, data.tokenizer={known!r}"
     try:
         tokenizer = tokenizer_files.load_files(source, field="data.tokenizer", end_of_text=end_of_text)
-    except UserError as error:  # Such as a missing library, or no end-of-text token.
+    except UserError as error:  # For example, a library or the end-of-text token is missing.
         if end_of_text is not None:
             raise
         note = (
@@ -108,7 +108,7 @@ def import_tokenizer(
 
 
 def known_tokenizer(source: Path, settings: Mapping[str, Any], *names: str) -> str | None:
-    """Return the first of `names`, values of `data.tokenizer`, whose tokenizer a model folder has, or None."""
+    """Return the first of `names` (values of `data.tokenizer`) that equals the tokenizer in a model folder, or None."""
     is_plain = settings.keys() <= SETTINGS and settings.get("eos_token", END_OF_TEXT) == END_OF_TEXT
     if not is_plain or not (source / TOKENIZER).is_file():
         return None
@@ -117,16 +117,16 @@ def known_tokenizer(source: Path, settings: Mapping[str, Any], *names: str) -> s
 
 
 def open_tokenizer(source: Path) -> tuple[str, Tokenizer]:
-    """Return the tokenizer of a model folder, and the value of `data.tokenizer` that names it while the folder exists.
+    """Return the value of `data.tokenizer` for the tokenizer in a model folder, and the tokenizer.
 
-    Raise `UserError` if the folder has none that difftx can read.
+    The value may be the path of the folder. Raise `UserError` if difftx cannot read a tokenizer in the folder.
     """
     known = known_tokenizer(source, tokenizer_files.read_settings(source), BYTES)
     return known or str(source), load_tokenizer(known or str(source))
 
 
 def _other_ends(source: Path, tokenizer: Tokenizer) -> str:
-    """Return a sentence on the tokens at which transformers ends texts, if difftx's end of text is not the only one."""
+    """Return a note if transformers ends texts at tokens other than difftx's end-of-text token, else ""."""
     found, end = tokenizer_files.read_object(source / GENERATION).get("eos_token_id"), tokenizer.eot_token
     ends = [id_ for id_ in (found if isinstance(found, list) else [found]) if id_ in range(tokenizer.n_vocab)]
     names = [repr(tokenizer.decode([id_])) for id_ in (*ends, end)]
@@ -137,12 +137,12 @@ def _other_ends(source: Path, tokenizer: Tokenizer) -> str:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model folder has files of a tokenizer."""
+    """Return whether a model folder contains tokenizer files."""
     return any((folder / file).is_file() for file in (TOKENIZER, MODEL))
 
 
 def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:
-    """Return the content of a tokenizer.json for a tokenizer. `name` is its value of `data.tokenizer`."""
+    """Return the content of a tokenizer.json. `name` is the value of `data.tokenizer` for this tokenizer."""
     encoding = tokenizer.encoding
     ranks = {value: rank for rank, value in enumerate(tokenizer.token_bytes) if value}
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
@@ -167,7 +167,7 @@ def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # As in tiktoken, a word in the vocabulary becomes one token without any merges.
+            "ignore_merges": True,  # As in tiktoken, a word that is in the vocabulary becomes one token.
             "vocab": {_text(value): rank for value, rank in ranks.items()},
             "merges": [[_text(left), _text(right)] for left, right in _merges(ranks)],
         },
@@ -175,7 +175,7 @@ def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:
 
 
 def _copy_files(tokenizer: FileTokenizer, folder: Path) -> None:
-    """Copy the files of a tokenizer to a folder, with the names that `load_files` looks for."""
+    """Copy a tokenizer's files to a folder, with the file names that `load_files` expects."""
     folder.mkdir(exist_ok=True)
     source = tokenizer.path.parent
     main = MODEL if tokenizer.path.suffix == ".model" else TOKENIZER
@@ -185,9 +185,9 @@ def _copy_files(tokenizer: FileTokenizer, folder: Path) -> None:
 
 
 def _splits_as_qwen(content: Mapping[str, Any]) -> bool:
-    """Return whether a tokenizer.json with this content normalizes and splits texts as Qwen 2's does."""
+    """Return whether a tokenizer.json normalizes and splits texts in the same way as Qwen 2's."""
     steps = (content.get("pre_tokenizer") or {}).get("pretokenizers", [])
-    # trim_offsets changes no token ids.
+    # Ignore trim_offsets, which does not change token ids.
     theirs, ours = ([step | {"trim_offsets": True} for step in part] for part in (steps, QWEN_SPLIT))
     return content.get("normalizer") == {"type": "NFC"} and theirs == ours
 
@@ -197,7 +197,7 @@ def _is_convertible(name: str) -> bool:
 
 
 def _is_same(name: str, raw: Any) -> bool:
-    """Return whether the tokenizer `name` can be loaded and `raw` is the tokenizer.json that an export has of it."""
+    """Return whether the tokenizer `name` can be loaded and its export would be the tokenizer.json `raw`."""
     if not _is_convertible(name):
         return False
     try:

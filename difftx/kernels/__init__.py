@@ -1,4 +1,4 @@
-"""Differential attention and softmax attention, each with several backends. `api.py` selects the backend of a call."""
+"""Differential attention and softmax attention, each with several backends. `api.py` selects a backend per call."""
 
 from difftx.kernels.api import BACKENDS as BACKENDS
 from difftx.kernels.api import attend as attend

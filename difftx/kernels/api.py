@@ -1,20 +1,20 @@
 """The attention functions, and the selection of a backend for each call.
 
-A backend that the caller names serves the call or raises an error with the reason. "auto" selects the first backend
-that runs on the platform and supports the call, in the order of a ranking (`use`), or else in that of `BACKENDS`, and
-logs the choice once.
+If the caller names a backend, that backend serves the call or raises an error with the reason. "auto" selects the first
+backend that runs on the platform and supports the call, and logs the choice once. It tries backends in the order of the
+measured ranking (`use`), or in the order of `BACKENDS` if there is no ranking.
 
 Under a mesh with explicit axes, a backend runs inside `jax.shard_map` over batch and heads. The shardings come from the
 arrays' types. If rows are sharded along their tokens, each device gathers the keys and values of whole rows. Under a
-mesh with automatic axes, XLA partitions a backend, which excludes Pallas backends. Inside the caller's own
-`jax.shard_map`, a backend computes the shard of its device.
+mesh with automatic axes, XLA partitions the backend's operations, so Pallas backends cannot be used. Inside the
+caller's own `jax.shard_map`, a backend computes the shard of its device.
 
-If the caller names a Pallas backend of another platform, the Pallas interpreter runs it. A training step would then
-take minutes, so `why_unavailable` rejects such a backend.
+If the caller names a Pallas backend of another platform, the Pallas interpreter runs it. Since a training step would
+then take minutes, `why_unavailable` rejects such a backend for training.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
-#   G = groups of queries and keys: 2 in differential attention (group 0 gives the attention weights A1, group 1 gives
-#   A2), 1 in softmax attention,
+#   G = groups of queries and keys: 2 in differential attention (group 0 computes the attention weights A1, group 1
+#   computes A2), 1 in softmax attention,
 #   d = width of a query/key sub-head, E = width of a value head (G d, except in `weighted_attention`)
 
 import dataclasses
@@ -37,10 +37,9 @@ type Function = Literal["diff_attention", "attention", "weighted_attention"]
 
 
 def _imported(name: str, **options: Any) -> Callable[..., Any]:
-    """Return a function "module:function" of this package with some keyword arguments.
+    """Return the function named "module:function" with `options` bound. Its module is imported at the first call.
 
-    The first call imports the module. Pallas takes more than half a second to import, and commands on CPUs do not use
-    it.
+    Pallas takes more than half a second to import, and commands on CPUs do not need it.
     """
     module, function = name.split(":")
 
@@ -84,7 +83,7 @@ _XLA = Backend("xla", xla.forward, xla.backward)
 
 # The backends of each attention function. Without a ranking, "auto" tries them in this order. The order for Hopper was
 # measured (an H100, d = 64 and 128, causal rows of 4,096 tokens). Elsewhere, library kernels come before ours. "auto"
-# never tries "reference", which the others are compared with.
+# never selects "reference", which exists for tests.
 _LISTS = {
     "diff_attention": (
         Backend("reference", functools.partial(reference.weighted_attention, weight_functions.difference), auto=False),
@@ -110,7 +109,6 @@ _LISTS = {
 }
 BACKENDS = {function: {backend.name: backend for backend in backends} for function, backends in _LISTS.items()}
 
-# The shapes that each function expects.
 _SHAPES = {
     "diff_attention": "query [B, T, H, 2, d], key [B, S, K, 2, d] and value [B, S, K, 2 d], twice as wide as a key",
     "attention": "query [B, T, H, d] and key, value [B, S, K, d]",
@@ -119,7 +117,7 @@ _SHAPES = {
 
 log = logging.getLogger(__name__)
 
-_rankings: dict[str, Ranking] = {}  # The ranking that "auto" follows, by function.
+_rankings: dict[str, Ranking] = {}  # Attention function → the ranking of backends that "auto" follows.
 
 
 def diff_attention(
@@ -142,12 +140,13 @@ def diff_attention(
         value: Values `[B, S, K, 2 d]`, twice as wide as a query/key sub-head.
         lam: λ as a scalar, per head `[H]`, or per token and head `[B, T, H]`. A Python number or an array of any real
             dtype; the computation uses float32 or wider.
-        scale: Factor of the logits, a scalar, as in `jax.nn.dot_product_attention`. None: 1/√d. The queries are
+        scale: Scalar by which Q Kᵀ is multiplied, as in `jax.nn.dot_product_attention`. None: 1/√d. The queries are
             multiplied by `scale` √d and rounded to their dtype.
         segment_ids_BT: Integers `[B, T]`. A token attends only to tokens of its own segment. None: each row is one
             segment.
-        window: A token attends to itself and the `window - 1` tokens before it. None: to all tokens up to itself.
-        zigzag: Whether rows that are sharded along their tokens are in zig-zag order (`context.to_zigzag`).
+        window: A token attends to itself and the `window - 1` tokens before it. None: it attends to all tokens up to
+            itself.
+        zigzag: Whether tokens are in zig-zag order (`context.to_zigzag`), if rows are sharded along their tokens.
         implementation: Name of a backend, or "auto".
 
     Returns:
@@ -163,9 +162,9 @@ def diff_attention(
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
     """Compute causal softmax attention, as used by the baseline Transformer.
 
-    `query` is `[B, T, H, d]`, and `key` and `value` are `[B, S, K, d]`. Keyword arguments and errors are those of
-    `diff_attention`. The result is `[B, T, H, d]` in the dtype of the values, and that of
-    `jax.nn.dot_product_attention` with `is_causal=True`.
+    `query` is `[B, T, H, d]`, and `key` and `value` are `[B, S, K, d]`. The result is `[B, T, H, d]` in the dtype of
+    the values. It equals `jax.nn.dot_product_attention` with `is_causal=True`. Keyword arguments and errors are the
+    same as for `diff_attention`.
     """
     return attend("attention", query, key, value, None, **options)
 
@@ -179,19 +178,18 @@ def weighted_attention(
     weight_argument: jax.typing.ArrayLike | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Compute causal attention whose weights come from a function of the logits (`difftx.kernels.weight_functions`).
+    """Compute causal attention with any function from logits to attention weights (`difftx.kernels.weight_functions`).
 
-    Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other keyword
-    arguments, errors and the pairing of query heads with key/value heads are those of `diff_attention`.
+    Fused kernels do not support such functions, so "auto" uses XLA operations on chunks of queries. Other keyword
+    arguments, errors and the pairing of query heads with key/value heads are the same as for `diff_attention`.
 
     Args:
         weight_function: Function from logits to attention weights, such as `weight_functions.softmax_with_sink`.
-        query: Queries `[B, T, H, d]`, or `[B, T, H, G, d]` with one group per array of logits that `weight_function`
-            takes.
+        query: Queries `[B, T, H, d]`, or `[B, T, H, G, d]` if `weight_function` takes G arrays of logits.
         key: Keys `[B, S, K, d]` or `[B, S, K, G, d]`.
         value: Values `[B, S, K, E]` of any width E.
-        weight_argument: Last argument of `weight_function`, such as λ or the logit of a sink, if it takes one: a
-            scalar, per head `[H]`, or `[B, T, H]`. A Python number or an array of any real dtype.
+        weight_argument: Last argument of `weight_function` after the logits, such as λ or the logit of a sink, if it
+            takes one. A real number, or a real array of shape `[]`, `[H]` or `[B, T, H]`.
 
     Returns:
         `[B, T, H, E]` in the dtype of the values.
@@ -214,13 +212,13 @@ def attend(
     zigzag: bool = False,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Call an attention function by name. Queries and keys may have the axis G of groups in every function.
+    """Call an attention function by name. Queries and keys may have the group axis G for every function.
 
-    The other arguments are those of `weighted_attention`, which alone uses `weight_function`. For `diff_attention`,
-    `weight_argument` is λ, and for `attention` it is None.
+    `weight_argument` is λ for `diff_attention` and None for `attention`. Only `weighted_attention` uses
+    `weight_function`. `diff_attention` documents the other arguments.
     """
     q_BTHGd, k_BSKGd = (x[:, :, :, None] if x.ndim == 4 else x for x in (q, k))
-    if scale is not None:  # Backends multiply the logits by 1/√d.
+    if scale is not None:  # Scale the queries, because backends always multiply the logits by 1/√d.
         factor = jnp.asarray(scale, np.promote_types(q.dtype, jnp.float32)) * q.shape[-1] ** 0.5
         q_BTHGd = (q_BTHGd.astype(factor.dtype) * factor).astype(q.dtype)
     if segment_ids_BT is not None:
@@ -235,7 +233,7 @@ def attend(
         weight_argument = jnp.asarray(weight_argument)
         _check_broadcastable(function, weight_argument, q_BTHGd)
         weight_argument = broadcast_to_tokens(weight_argument, q_BTHGd)
-    if 0 in q.shape[:2]:  # There are no rows, or no tokens in them. Backends require at least one token.
+    if 0 in q.shape[:2]:  # No rows or no tokens. Backends require at least one token.
         sharding = jax.P(*jax.typeof(q_BTHGd).sharding.spec[:3]) if is_explicit_mesh() else None
         return jnp.zeros((*q.shape[:3], v_BSKE.shape[3]), v_BSKE.dtype, out_sharding=sharding)
     if function == "weighted_attention":
@@ -252,10 +250,10 @@ def largest_logits(
     window: int | None = None,
     zigzag: bool = False,
 ) -> jax.Array:
-    """Return the largest logit of each head and group, float32 `[H, G]`, over all queries and the keys that they see.
+    """Return the largest unmasked logit of each head and group, float32 `[H, G]`.
 
-    Backends do not return their logits, so XLA computes Q Kᵀ / √d once more, in chunks of queries. The result has no
-    gradient. The arguments are those of `attend`.
+    Backends do not return their logits, so XLA computes Q Kᵀ / √d again, in chunks of queries. The result has no
+    gradient. The arguments have the same meaning as in `attend`.
     """
     call, sharding = functools.partial(xla.largest_logits, window=window), SequenceSharding.of(q_BTHGd, zigzag=zigzag)
     q_BTHGd, k_BSKGd = jax.lax.stop_gradient((q_BTHGd, k_BSKGd))
@@ -264,7 +262,7 @@ def largest_logits(
 
 
 def why_unavailable(function: str, implementation: str, call: AttentionCall) -> str | None:
-    """Return the reason why a backend cannot train or generate on this device, or None. "auto" always can."""
+    """Return why a backend cannot train or generate on this device, or None if it can or is "auto"."""
     if implementation == "auto":
         return None
     backend = BACKENDS[function][implementation]
@@ -275,12 +273,12 @@ def why_unavailable(function: str, implementation: str, call: AttentionCall) -> 
 
 
 def use(ranking: Ranking) -> None:
-    """Let "auto" follow a ranking, for all later calls in this process."""
+    """Make "auto" follow a ranking in all later calls of this process."""
     _rankings[ranking.function] = ranking
 
 
 def rankings() -> Mapping[str, Ranking]:
-    """Return the rankings that "auto" follows, by function."""
+    """Return the measured rankings of backends that "auto" follows, by attention function."""
     return _rankings
 
 
@@ -323,7 +321,7 @@ def _log_once(function: str, name: str, device: str, rejected: str) -> None:
 def _check_shapes(function: Function, call: AttentionCall, given: Sequence[jax.Array]) -> None:
     q, k, v = call.q.shape, call.k.shape, call.v.shape
     fits = len(q) == len(k) == 5 and len(v) == 4 and q[3:] == k[3:] and v[:3] == k[:3]
-    groups = {"diff_attention": 2, "attention": 1}.get(function)  # Values have the width of all groups together.
+    groups = {"diff_attention": 2, "attention": 1}.get(function)  # In these functions, values have width `groups` d.
     if not fits or (groups is not None and (groups, groups * q[4]) != (q[3], v[3])):
         raise ValueError(f"{function} expects {_SHAPES[function]}; got {', '.join(str(x.shape) for x in given)}")
 

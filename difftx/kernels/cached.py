@@ -1,10 +1,10 @@
 """Attention of new tokens to a key/value cache and to each other, for prefill, decoding and scoring.
 
 This module uses XLA operations and only reads the cache. `difftx/inference/cache.py` writes the new keys and values of
-all layers in one update. The heads axis of the cache precedes the tokens axis. Both matrix products expect this order,
-so neither transposes the cache.
+all layers in one update. In the cache, the heads axis precedes the tokens axis, as both matrix products expect, so
+neither transposes the cache.
 
-A cache may hold quantised keys and values. If it holds fewer tokens than a row has, `Slots` describe which.
+A cache may hold quantised keys and values. If it keeps only some tokens of a row, `Slots` records which.
 """
 # Axes: B = batch, T = new tokens, U = T in the role of keys, S = slots of the cache,
 #   X = S + T = cached and new keys, H = query heads, K = key/value heads, R = H / K = query heads per key/value head,
@@ -22,7 +22,7 @@ from difftx.kernels.quantized import dequantized
 from difftx.kernels.weight_functions import WeightFunction
 from difftx.kernels.xla import split_heads
 
-EMPTY = -1  # Segment id of empty cache slots and padding tokens, to which real tokens never attend.
+EMPTY = -1  # Segment id of empty cache slots and padding tokens. Real tokens never attend to them.
 
 # Key/value cache of one layer: keys [B, K, G, S, d] and values [B, K, S, E], arrays or `Quantized`. A cache that evicts
 # tokens also has `Slots`.
@@ -30,23 +30,23 @@ type KVCache = tuple[Any, ...]
 
 
 class Slots(NamedTuple):
-    """The tokens that each key/value head has in its slots, if a cache keeps only some tokens of a row."""
+    """Records which token each slot of each key/value head holds, if a cache keeps only some tokens of a row."""
 
-    position_BKS: jax.Array  # int32, or `EMPTY`.
-    mass_BKS: jax.Array  # Sum of |attention weights| that the token has received so far, float32.
+    position_BKS: jax.Array  # Position of the token in its row, int32, or `EMPTY`.
+    mass_BKS: jax.Array  # Sum of all |attention weights| on the token so far, float32.
 
 
 class SegmentMask(NamedTuple):
-    """Segment, branch and position of each token, int32, which define the attention mask.
+    """Segment, branch and position of each token (int32). They determine the attention mask.
 
-    A token attends to the cached keys of its segment, and to the new keys of its segment and branch up to itself.
-    Branches are alternative continuations of one cached context that share a row. With a window, a token attends only
-    to keys at a distance below the window.
+    Branches are alternative continuations of the same cached context, in one row. A token attends to the cached keys of
+    its segment, and to the new keys of its segment and branch up to itself. With a window, it attends only to keys at a
+    distance below the window.
     """
 
     segment_BT: jax.Array
     branch_BT: jax.Array
-    position_BT: jax.Array  # Position of each new token in its row. Slot i of a cache without `Slots` has position i.
+    position_BT: jax.Array  # Position of each new token in its row. Without `Slots`, cache slot i holds position i.
     cached_segment_BS: jax.Array
 
 
@@ -63,8 +63,8 @@ def weighted_attention(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Compute the attention of new tokens to cached and new tokens (see `difftx.kernels.weighted_attention`).
 
-    The second result is empty for a cache without `Slots`. Otherwise, it is the sum of |attention weights| that each
-    new token, `[B, T, K]`, and each slot, `[B, K, S]`, receives from the new tokens, float32.
+    If the cache has `Slots`, the second result is how much attention the new tokens pay, as a float32 sum of |attention
+    weights|, to each new token, `[B, T, K]`, and to each slot, `[B, K, S]`. If not, the second result is empty.
     """
     weight_argument_BTH = None if weight_argument is None else broadcast_to_tokens(weight_argument, q_BTHGd)
     operands = (q_BTHGd, k_BTKGd, v_BTKE, weight_argument_BTH, *segments, ShardedArrays(by_head=cache))
@@ -86,7 +86,7 @@ def _attend(
     cached_segment_BS: jax.Array,
     cache: ShardedArrays,
 ) -> tuple[jax.Array, ShardedArrays]:
-    """Return the output `[B, T, H, E]` and the mass, as `weighted_attention` does, for the shard of a device."""
+    """Compute the results of `weighted_attention` for the shard of one device."""
     segments = SegmentMask(segment_BT, branch_BT, position_BT, cached_segment_BS)
     keys_BKGSd, values_BKSE, *slots = cache.by_head
     keys_BKGSd, values_BKSE = dequantized(keys_BKGSd), dequantized(values_BKSE)
@@ -111,9 +111,9 @@ def _attend(
 
 
 def _visible(segments: SegmentMask, cached_position_BKS: jax.Array | None, window: int | None) -> jax.Array:
-    """Return whether each new token attends to each cached and new token, bool `[B, K, T, X]`.
+    """Return the attention mask of new tokens over cached and new tokens, bool `[B, K, T, X]`.
 
-    K is 1 if `cached_position_BKS` is None, for a cache without `Slots`.
+    If the cache has no `Slots`, `cached_position_BKS` is None, and the mask's axis K has size 1.
     """
     segment_BT, branch_BT, position_BT, cached_segment_BS = segments
     same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
@@ -132,7 +132,7 @@ def _visible(segments: SegmentMask, cached_position_BKS: jax.Array | None, windo
 
 
 def _mass(weights_BKRTX: jax.Array, segment_BT: jax.Array) -> ShardedArrays:
-    """Return the sums of |attention weights| that each new token and each slot receives from the new tokens."""
+    """Sum the |attention weights| of the new tokens on each new token and on each slot."""
     slots = weights_BKRTX.shape[-1] - segment_BT.shape[1]
     is_token_B11T1 = (segment_BT != EMPTY)[:, None, None, :, None]
     mass_BKX = jnp.sum(jnp.where(is_token_B11T1, jnp.abs(weights_BKRTX), 0), axis=(2, 3))
@@ -140,7 +140,7 @@ def _mass(weights_BKRTX: jax.Array, segment_BT: jax.Array) -> ShardedArrays:
 
 
 def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the product of two arrays, accumulated in float32."""
-    if target.platform() == "cpu":  # XLA lacks some bfloat16 products on CPUs (jaxlib 0.12.0: "BF16 x BF16 = F32").
+    """Compute an einsum with float32 accumulation."""
+    if target.platform() == "cpu":  # XLA on CPUs lacks some bfloat16 products (jaxlib 0.12.0: "BF16 x BF16 = F32").
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

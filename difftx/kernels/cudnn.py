@@ -1,8 +1,8 @@
-"""Attention by cuDNN on NVIDIA GPUs: softmax attention, and differential attention as a difference of two of them.
+"""Attention by cuDNN on NVIDIA GPUs. Differential attention is computed as a difference of two softmax attentions.
 
 JAX's public API requires keys and values of equal width, but in differential attention keys have width d and values 2d.
 `attention` therefore pads Q and K with zeros, which does not change the logits. Where cuDNN does not support heads
-of width 2d, it splits V into two halves of width d.
+of width 2d, `attention` splits V into two halves of width d.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = groups (A1, A2),
 #   d = query/key width, E = value width (2·d in differential attention), W = width of a cuDNN head (d or E),
@@ -19,20 +19,21 @@ from jax._src.cudnn import fused_attention_stablehlo as private
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, difference
 
-# Rows are padded to a multiple of this number of tokens, because cuDNN has returned NaN gradients for odd lengths, and
-# for odd multiples of 64 tokens (cudnn-frontend#160, pytorch#196678).
+# Pad rows to a multiple of this number of tokens. cuDNN has returned NaN gradients for odd lengths and for odd
+# multiples of 64 tokens (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
 DENSE_MASK_TOKENS = 16_384  # Longest row with segments: `jax.nn` passes a T × T mask, 0.5 GiB at this length.
 
 
 def attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window) -> jax.Array:
-    """Return causal softmax attention, or (A1 - λ·A2)·V if there are two groups, by one call of JAX's public API.
+    """Compute causal softmax attention, or (A1 - λ·A2)·V for two groups, by one call of JAX's public API.
 
-    The call has G·H heads as wide as a value, or twice as many of half the width if cuDNN does not support the width.
+    The call has G·H heads of the values' width. If cuDNN does not support that width, it has twice as many heads of
+    half the width.
     """
     B, T, H, G, d = q_BTHGd.shape
     parts = jnp.split(v_BSKE, 1 if v_BSKE.shape[-1] <= _widest_head() else 2, axis=-1)
-    # All heads of group 0 come before all heads of group 1.
+    # Order the heads by group: all of group 0, then all of group 1.
     grouped = (x.swapaxes(2, 3).reshape(*x.shape[:2], -1, d) for x in (q_BTHGd, k_BSKGd))
     widen = parts[0].shape[-1] - d
     q_BTNW, k_BSNW = (_pad(jnp.concatenate([x] * len(parts), axis=2), widen=widen) for x in grouped)
@@ -55,7 +56,7 @@ def attention(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT=None, *, window)
 
 
 def unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why `attention` cannot serve a call, or None."""
+    """Return why `attention` cannot serve a call, or None if it can."""
     T, width, widest = call.q.shape[1], call.q.shape[-1], _widest_head()
     if target.platform() != "gpu":
         return f"cuDNN requires an NVIDIA GPU, and JAX runs on {target.platform()}"
@@ -72,9 +73,9 @@ def unsupported(call: AttentionCall) -> str | None:
 
 @contextlib.contextmanager
 def checked_for_target(version: int) -> Iterator[None]:
-    """Let JAX check calls of cuDNN against the target device and a version of cuDNN such as 91900.
+    """Make JAX check cuDNN calls against the target device and cuDNN `version`, such as 91900.
 
-    Otherwise JAX asks this machine's GPU and cuDNN whether they support a call, even if it compiles for other GPUs.
+    By default, JAX checks against this machine's GPU and cuDNN, even when it compiles for another GPU.
     """
 
     def asked(capability: str) -> tuple[int, ...]:
@@ -90,7 +91,7 @@ def checked_for_target(version: int) -> Iterator[None]:
 
 
 def _widest_head() -> int:
-    """Return the largest head width of cuDNN's backward pass on the target (docs.nvidia.com/cudnn, Attention, 9.18)."""
+    """Return the largest head width that cuDNN's backward pass supports (docs.nvidia.com/cudnn, Attention, 9.18)."""
     return 256 if target.compute_capability()[0] == target.HOPPER else 128
 
 

@@ -1,8 +1,8 @@
-"""Measurement of attention backends on this device: is a backend right, and how fast is it?
+"""Check the results of attention backends on this device, and measure their speed.
 
 Compilers and libraries have returned wrong gradients with correct outputs (TransformerEngine#3216, cudnn-frontend#160),
-and no fixed order of backends is the fastest on every device. So `measure` compares a backend with the reference and
-times it, for the shapes of a run. `api.use` then makes "auto" follow the results.
+and which backend is fastest depends on the device. `measure` therefore compares a backend with the reference and times
+it, for the shapes of a run. `api.use` then makes "auto" follow the results.
 """
 # Axes: B = batch, T = tokens, H = query heads, K = key/value heads, G = 2 groups of queries and keys,
 #   d = width of a query/key (sub-)head, E = width of a value head, N = blocks of `BLOCK_TOKENS` tokens
@@ -20,21 +20,21 @@ import jax.numpy as jnp
 from difftx.kernels import api
 from difftx.kernels.backend import AttentionCall, visible_keys
 
-# Largest accepted relative error of a block of tokens. bfloat16 causes errors of 0.01, and wrong kernels over 0.05.
+# Largest accepted relative error of a block of tokens. bfloat16 causes errors of 0.01, wrong kernels more than 0.05.
 TOLERANCE = 0.05
-BLOCK_TOKENS = 64  # Errors are computed by block, because one wrong tile of a long row hardly changes the row's norm.
-REFERENCE_TOKENS = 4096  # Longest row for the reference, whose memory is quadratic. Longer rows use "xla" in float32.
+BLOCK_TOKENS = 64  # Compute errors per block, because one wrong tile of a long row hardly changes the row's norm.
+REFERENCE_TOKENS = 4096  # The reference needs O(T²) memory. Compare longer rows with "xla" in float32.
 ARGUMENTS, OUTPUT = ("q", "k", "v", "lam"), "the output"
-# The share of a device's memory for q, k and v. A measurement also needs gradients, the results of two calls and
-# temporaries in float32, about 6 times as much.
+# Share of a device's memory that q, k and v may use. Gradients, the results of two calls and float32 temporaries need
+# about 6 times as much as q, k and v.
 MEMORY_SHARE = 1 / 12
-CPU_BYTES = 2**27  # The limit for q, k and v on a CPU, on which a larger call takes many seconds.
-REPEATS, REPEAT_SECONDS = 5, 0.05  # The time of a call is the median over repeats of at least this length.
+CPU_BYTES = 2**27  # Limit for q, k and v on CPUs, where larger calls take many seconds.
+REPEATS, REPEAT_SECONDS = 5, 0.05  # Report the median of 5 repeats that last at least 0.05 s each.
 LONG_SECONDS = 1.0  # A longer call is timed once.
 
 
 class WrongResultError(Exception):
-    """An error for a backend whose output or gradients differ from those of the reference."""
+    """A backend's output or gradients differ from those of the reference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Workload:
     window: int | None = None
 
     def call(self) -> AttentionCall:
-        """Return the call with arrays that have a shape and a dtype, but no values."""
+        """Return the call with `jax.ShapeDtypeStruct`s as arrays."""
         groups = 2 if self.function == "diff_attention" else 1
 
         def struct(heads: int, *widths: int) -> jax.ShapeDtypeStruct:
@@ -64,17 +64,17 @@ class Workload:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the matrix products of a forward and a backward pass over the visible pairs of tokens.
+        """FLOPs in matrix products of a forward and a backward pass, over the unmasked pairs of tokens.
 
-        Kernels with an online softmax multiply V by A1 and by A2 in a differential head: 6 products of width d, and 10
-        in the backward pass. A softmax head has 2 and 5. A product of width d has 2 d FLOPs per visible pair.
+        A product of width d has 2 d FLOPs per pair. A softmax head needs 2 products in the forward pass and 5 in the
+        backward pass. A differential head needs 6 and 10, since kernels with an online softmax compute A1 V and A2 V.
         """
         products = 16 if self.function == "diff_attention" else 7
         visible_pairs = self.batch * self.heads * self.tokens * visible_keys(self.tokens, self.window)
         return products * 2 * self.width * visible_pairs
 
     def fitting(self) -> "Workload":
-        """Return this workload with at most as many rows as this process's first device has memory to measure."""
+        """Return this workload with fewer rows if the memory of this process's first device requires it."""
         device, call = jax.local_devices()[0], self.call()
         memory = (device.memory_stats() or {}).get("bytes_limit")
         limit = CPU_BYTES if memory is None else memory * MEMORY_SHARE
@@ -90,8 +90,8 @@ class Workload:
 def measure(workload: Workload, name: str) -> float:
     """Return the milliseconds of a forward and a backward pass of a backend.
 
-    If the device has memory for a part of the rows (`Workload.fitting`), the time of these is scaled to all rows. Raise
-    `WrongResultError` if the output or a gradient is wrong. Errors of compilers and devices are passed on.
+    If only some rows fit into the device's memory (`Workload.fitting`), their time is scaled to all rows. Raise
+    `WrongResultError` if the output or a gradient is wrong. Errors of compilers and devices propagate.
     """
     full_batch, workload = workload.batch, workload.fitting()
     inputs, dout_BTHE = _inputs(workload)
@@ -108,7 +108,7 @@ def measure(workload: Workload, name: str) -> float:
 
 
 def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
-    """Return the mean seconds of `calls` calls in a row. The device does not wait for the host between them."""
+    """Return the mean seconds per call over `calls` consecutive calls, without host synchronisation between them."""
     start = time.perf_counter()
     for _ in range(calls - 1):
         call()
@@ -117,12 +117,12 @@ def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
 
 
 def check(workload: Workload, results: dict[str, jax.Array]) -> None:
-    """Compare results of a backend with the reference for the first row and key/value head, block by block.
+    """Compare the results for the first row and the first key/value head with the reference, block by block.
 
     Raise `WrongResultError` if a block differs by more than `TOLERANCE`, or if any value is not finite.
     """
     expected = _expected(workload)
-    for name in sorted(expected, key=lambda name: name != OUTPUT):  # A wrong output explains wrong gradients.
+    for name in sorted(expected, key=lambda name: name != OUTPUT):  # Output first: if wrong, so are the gradients.
         value = results[name].astype(jnp.float32)
         if not bool(jnp.isfinite(value).all()):
             raise WrongResultError(f"{name} has values that are not finite")
@@ -132,21 +132,21 @@ def check(workload: Workload, results: dict[str, jax.Array]) -> None:
 
 
 def _largest_error(value: jax.Array, expected: jax.Array) -> jax.Array:
-    """Return the largest relative error of a block of `BLOCK_TOKENS` tokens. The arrays have the shape `[1, T, …]`."""
+    """Split `[1, T, …]` into blocks of `BLOCK_TOKENS` tokens and return the largest relative error of a block."""
 
     def norms(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x[0].reshape(x.shape[1], -1), ((0, -x.shape[1] % BLOCK_TOKENS), (0, 0)))
         return jnp.linalg.norm(padded.reshape(-1, BLOCK_TOKENS * padded.shape[1]), axis=1)
 
     expected_norm_N = norms(expected)
-    # A block with small values, such as the gradient of the last keys, has larger relative errors by rounding.
+    # Rounding causes larger relative errors in blocks with small values, such as the gradients of the last keys.
     scale_N = jnp.maximum(expected_norm_N, jnp.sqrt(jnp.mean(expected_norm_N**2)) / 4)
     return jnp.max(norms(value - expected) / scale_N)
 
 
 @functools.cache
 def _inputs(workload: Workload) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return random inputs of the attention function by name, and a random gradient of its output."""
+    """Return random inputs by name and a random gradient of the output."""
     call = workload.call()
     keys = jax.random.split(jax.random.key(0), 5)
     q, k, v = (
@@ -160,12 +160,12 @@ def _inputs(workload: Workload) -> tuple[dict[str, jax.Array], jax.Array]:
 
 
 def _with_gradients(workload: Workload, name: str) -> Callable[..., dict[str, jax.Array]]:
-    """Return a function from inputs and the gradient of the output to the output and the gradients of the inputs."""
+    """Return a function that maps (inputs, output gradient) to the output and the gradients of the inputs, by name."""
     function = functools.partial(api.attend, workload.function)
 
     def results(inputs: dict[str, jax.Array], dout_BTHE: jax.Array) -> dict[str, jax.Array]:
         ids_BT = None
-        if workload.has_segments:  # Documents of 384 tokens, whose borders are not those of the kernels' tiles.
+        if workload.has_segments:  # Documents of 384 tokens end inside the kernels' tiles.
             ids_BT = jnp.broadcast_to(jnp.arange(workload.tokens, dtype=jnp.int32) // 384, dout_BTHE.shape[:2])
         call = functools.partial(function, segment_ids_BT=ids_BT, window=workload.window, implementation=name)
         out_BTHE, pull = jax.vjp(lambda inputs: call(*(inputs.get(name) for name in ARGUMENTS)), inputs)
@@ -177,7 +177,7 @@ def _with_gradients(workload: Workload, name: str) -> Callable[..., dict[str, ja
 
 @functools.cache
 def _expected(workload: Workload) -> dict[str, jax.Array]:
-    """Return the results for the first row and the first key/value head, with its query heads, in float32."""
+    """Compute the reference results in float32 for the first row, the first key/value head and its query heads."""
     inputs, dout_BTHE = _inputs(workload)
     heads = {"k": 1, "v": 1}
     queries = workload.heads // workload.kv_heads

@@ -3,11 +3,11 @@
 The kernel computes causal O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √d) (arXiv:2410.05258, Eq. 1). The
 accumulator of A_m·V is a 64 x 2d tile in float32, which takes 128 registers per thread at d = 128. One warpgroup cannot
 hold two such accumulators, so one warpgroup computes A1·V and another one A2·V. Both read the same V tiles. At the end,
-A2·V passes through shared memory to the first warpgroup, which subtracts it.
+the second warpgroup passes A2·V through shared memory to the first, which subtracts it.
 
-Loads from L2 bound the kernel, and so do warpgroups in phase: the tensor cores idle while both compute their softmax.
-Therefore two CTAs form a cluster, which loads each tile of K and V once for two tiles of queries. And each warpgroup
-computes the softmax of the next tile while the tensor cores work on P·V of this one.
+Two things limit the speed. First, loads from L2. Therefore two CTAs form a cluster that loads each tile of K and V once
+for two tiles of queries. Second, tensor cores that idle while both warpgroups compute their softmax. Therefore each
+warpgroup computes the softmax of the next tile while the tensor cores compute P·V of the current tile.
 
 benchmarks/records/2026-11-26_h100_first_run.md compares the times of these kernels with those of cuDNN on an H100.
 """
@@ -31,14 +31,14 @@ from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call, fold
 from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PAIR, PRODUCER, ROWS, TILE
 
 REGISTERS = tiles.Registers(softmax=240, producer=24)
-STAGES = 3  # Number of buffers of K and V. With two, P·V of a step would wait for a load that starts during this step.
-# Rescale the output of a row only if its maximum has grown by this factor of 2 since the last time. Until then, P is at
-# most 2^GROWTH, which loses no accuracy in floating point. FlashAttention-4 has the same threshold.
+STAGES = 3  # Buffers of K and of V. With two, P·V of a step would wait for a load that starts in the same step.
+# Rescale a row's output only if its maximum has grown by a factor of 2^GROWTH since the last rescaling. Until then, P
+# is at most 2^GROWTH, which loses no accuracy in floating point. FlashAttention-4 has the same threshold.
 GROWTH = 8.0
 
 
 def unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why this backend cannot serve a call, or None. The interpreter supports all dtypes."""
+    """Return why this backend cannot serve a call, or None if it can. The interpreter supports all dtypes."""
     width, dtype = call.q.shape[-1], call.q.dtype
     if width not in tiles.HEAD_WIDTHS:
         return f"head width {width} is not one of {tiles.HEAD_WIDTHS}"
@@ -53,9 +53,10 @@ def unsupported(call: AttentionCall) -> str | None:
 
 
 def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, interpret=None):
-    """Return the output O [B, T, H, E] in the dtype of q, and, for `backward`, O2 = A2·V and the log-sum-exps.
+    """Return the output O [B, T, H, E] in the dtype of q, and the arrays for `backward`: O2 = A2·V and log-sum-exps.
 
-    `interpret` is False, True or InterpretGPUParams. None interprets the kernel unless the target is a GPU.
+    `interpret` is False, True or InterpretGPUParams. If it is None, the kernel is interpreted unless the target is a
+    GPU.
     """
     length = q_BTHGd.shape[1]
     pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGd.shape, segment_ids_BT, window=window)
@@ -73,7 +74,7 @@ def forward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
 
 
 def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):
-    """Return the gradients of q, k and v in their dtypes, and of λ in float32. All sums run in float32."""
+    """Return the gradients of q, k and v in their dtypes, and of λ in float32. All sums are in float32."""
     (out2_BTHE,), (lse_BHGT,) = saved.by_token, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE)
     length = q_BTHGd.shape[1]
@@ -83,7 +84,7 @@ def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
     delta_BHGT = jnp.stack([delta1_BTH, delta2_BTH], axis=1).transpose(0, 3, 1, 2)
     scale = q_BTHGd.shape[-1] ** -0.5
     stats_BHXGT = pad(jnp.stack([fold(lse_BHGT * LOG2_E, weight_BHGT), delta_BHGT * scale], axis=2), axis=4)
-    # Padded queries contribute exact zeros (dO = 0, delta = 0). Causality hides padded keys from all real queries.
+    # Padding changes no gradient: padded queries have dO = delta = 0, and the causal mask hides padded keys.
     inputs = Inputs(pad(q_BTHGd), pad(k_BSKGd), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, marks_BXT)
     static = {"window": window, "interpret": tiles.interpret_params(interpret)}
     dk_BSKGd, dv_BSKE = dkv_call(inputs, queries_BN2, **static)
@@ -92,7 +93,7 @@ def backward(q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
 
 
 def _whole_tiles(q_shape, segment_ids_BT, *, window):
-    """Return a function that pads arrays to whole pairs of tiles, the marks (inputs of the mask), and `tile_ranges`."""
+    """Return a function that pads arrays to whole pairs of tiles, the marks for the mask, and the `tile_ranges`."""
     batch, length = q_shape[:2]
     count = math.ceil(length / (TILE * PAIR)) * PAIR
     pad = functools.partial(pad_to, length=count * TILE, axis=1)
@@ -109,12 +110,12 @@ def _forward_call(  # noqa: C901 - Nested functions count.
 ):
     """Run the forward kernel on arrays of whole tiles, with one CTA per (sequence, head, query tile).
 
-    The CTAs of two neighbouring query tiles form a cluster. Each loads one half of every tile of K and V, for both.
+    The CTAs of two neighbouring query tiles form a cluster. Each CTA loads half of every tile of K and V for both CTAs.
     """
     batch, length, heads, _, width = q_BTHGd.shape
     value_width, dtype = v_BSKE.shape[-1], q_BTHGd.dtype
     q_tiles, group = length // TILE, heads // k_BSKGd.shape[2]
-    logit_scale = width**-0.5 * LOG2_E  # The factor log2(e) is included because the kernel computes exp2, not exp.
+    logit_scale = width**-0.5 * LOG2_E  # With the factor log2(e), since the kernel computes exp2, not exp.
 
     def kernel(  # noqa: C901 - Nested functions count.
         cta, q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
@@ -137,30 +138,30 @@ def _forward_call(  # noqa: C901 - Nested functions count.
             q = tiles.to_registers(smem.q.at[warpgroup], interpret)
 
             def softmax(i, logits, maximum, total):
-                """Return P of tile i, the factors by which the output shrinks, and the maxima and sums of its rows."""
+                """Return P of tile i, the factors that rescale the output, and the new row maxima and row sums."""
                 logits = hide(logits, MASKED, visit.q_tile, visit.first + i, needed=visit.needs_mask(i))
-                of_tile = logits.max(axis=1) * logit_scale
-                new_maximum = jnp.where(of_tile > maximum + GROWTH, of_tile, maximum)
+                tile_maximum = logits.max(axis=1) * logit_scale
+                new_maximum = jnp.where(tile_maximum > maximum + GROWTH, tile_maximum, maximum)
                 rescale = jnp.exp2(maximum - new_maximum)
                 p = jnp.exp2(logits * logit_scale - tiles.across(new_maximum, logits))
                 return p.astype(dtype), rescale, new_maximum, total * rescale + p.sum(axis=1)
 
             def wait_for_tiles(i):
-                """Wait for V of tile i and K of the next one, which step i multiplies."""
+                """Wait for the operands of step i: V of tile i and K of tile i + 1."""
                 plgpu.barrier_wait(barriers.v_ready.at[lax.rem(i, STAGES)])
                 pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(barriers.k_ready.at[lax.rem(i + 1, STAGES)]))
 
             def add_product(out, p, v_smem):
                 """Return out + P·V."""
                 if smem.p is None:
-                    start: Any = plgpu.ACC.init(out)  # JAX declares a reference, from which run_state makes an array.
+                    start: Any = plgpu.ACC.init(out)  # JAX annotates it as a reference. run_state returns an array.
                     return pl.run_state(lambda out_acc: plgpu.wgmma(out_acc, p, v_smem))(start)
-                smem.p[warpgroup] = p  # The interpreter supports neither operands in registers nor initial values.
+                smem.p[warpgroup] = p  # The interpreter does not support P in registers or initial accumulators.
                 plgpu.commit_smem()
                 return out + tiles.product(smem.p.at[warpgroup], v_smem)
 
             def add_product_during_softmax(i, out, p, maximum, total):
-                """Return out + P·V of tile i, and what `softmax` returns for tile i + 1."""
+                """Add P·V of tile i to `out` while computing `softmax` of tile i + 1. Return both results."""
                 v_smem, next_k_smem = smem.v.at[lax.rem(i, STAGES)], k_smem.at[lax.rem(i + 1, STAGES), warpgroup]
                 if smem.p is not None:
                     next_logits = tiles.product(q, next_k_smem.T)
@@ -174,10 +175,10 @@ def _forward_call(  # noqa: C901 - Nested functions count.
                         out_acc, *result_refs = refs
                         plgpu.wgmma(logits_acc, q, next_k_smem.T)
                         plgpu.wgmma(out_acc, p, v_smem)
-                        next_logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)  # P·V is still in flight.
+                        next_logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)  # P·V is still running.
                         for ref, result in zip(result_refs, softmax(i + 1, next_logits, maximum, total), strict=True):
                             ref[...] = result
-                        # This wait ends a basic block. Without it, ptxas waits for P·V before the exponentials.
+                        # This wait ends a basic block. Without it, ptxas would wait for P·V before the exponentials.
                         wait_for_tiles(i + 1)
 
                     return pl.run_state(multiply)((plgpu.ACC.init(out), p, maximum, maximum, total))
@@ -248,7 +249,7 @@ def _forward_call(  # noqa: C901 - Nested functions count.
         *(q_BTHGd, k_BSKGd, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
         grid=(batch, heads, q_tiles // PAIR),
         pairs=True,
-        row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V, which are as wide as two of K1.
+        row_bytes=4 * length * width * dtype.itemsize // group,  # K1, K2 and V. V is twice as wide as K1.
         out_type=(out, out, lse),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),

@@ -7,8 +7,8 @@ dS_m = W_m·P_m∘(dP - delta_m)/√d, dQ_m = dS_m·K_m and dK_m = dS_mᵀ·Q_m.
 The producer warpgroup computes dP and dV. Warpgroups 0 and 1 compute P_m, dS_m, dK_m and dQ_m for one group m each.
 Tiles of P and dP pass between the warpgroups through shared memory.
 
-Both kernels compute the logits and dP. Together they need 28·T²·d FLOPs per head, where a single kernel would need
-20·T²·d. In return, no two CTAs add to the same gradient, so results are reproducible bit for bit.
+Both kernels compute the logits and dP. Together they need 28·T²·d FLOPs per head. A single kernel would need only
+20·T²·d, but its CTAs would add to the same gradients. With two kernels, results are reproducible bit for bit.
 """
 # Axes: B = batch, T = query tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
 #   K = key/value heads, G = 2 groups (A1 and A2), d = query/key width, E = 2·d = value width, N = T // TILE = tiles,
@@ -28,22 +28,22 @@ from difftx.kernels.pallas_gpu_tiles import COLUMNS, GROUPS, LOG2_E, MATRIX, PAI
 
 LSE, DELTA = 0, 1  # Indices along X in `stats`.
 
-STAGES = 2  # Number of buffers of dO and V, and of Q in the dK/dV kernel at d > 64. At d = 128, a third does not fit.
+STAGES = 2  # Buffers of dO and V, and of Q in the dK/dV kernel at d > 64. At d = 128, three do not fit.
 DKV_REGISTERS = tiles.Registers(softmax=152, producer=200)
 DQ_REGISTERS = tiles.Registers(softmax=184, producer=136)
 
 
 def fold(lse, weight):
-    """Return LSE - log2|W|, so that exp2(logits - result) = |W|·P. Its lowest bit is 1 where W < 0.
+    """Return LSE - log2|W|, so that exp2(logits - result) = |W|·P. The lowest bit is set to 1 where W < 0.
 
-    The kernels then read no W. The bit changes P by a relative error of at most 2⁻²³·|LSE|.
+    The kernels then need not read W. Using the lowest bit causes a relative error in P of at most 2⁻²³·|LSE|.
     """
-    bits = lax.bitcast_convert_type(lse - jnp.log2(jnp.abs(weight)), jnp.int32)  # Infinity where W = 0, so P = 0.
+    bits = lax.bitcast_convert_type(lse - jnp.log2(jnp.abs(weight)), jnp.int32)  # If W = 0: infinity, so P = 0.
     return lax.bitcast_convert_type(bits & ~1 | (weight < 0), jnp.float32)
 
 
 def sign_bits(folded):
-    """Return an int32 whose highest bit is the sign of the W in `folded`."""
+    """Move the sign of W from the lowest bit of `folded` (see `fold`) to the highest bit of an int32."""
     return lax.shift_left(lax.bitcast_convert_type(folded, jnp.int32), 31)
 
 
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
 
 
 def dkv_stages(width):
-    """Return the number of buffers per array in the dK/dV kernel. At d = 128, a third does not fit."""
+    """Return the number of buffers per array in the dK/dV kernel. At d = 128, three do not fit."""
     return 3 if width <= 64 else STAGES
 
 
@@ -224,16 +224,16 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested 
 
 
 def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested functions count.
-    """Compute dQ, with one CTA per (sequence, query head, query tile), which loops over its visible key tiles.
+    """Compute dQ, with one CTA per (sequence, query head, query tile). It loops over the key tiles of its queries.
 
-    As in the forward pass, two CTAs share the loads of K and V, and a warpgroup computes the weights of the next tile
-    while the tensor cores multiply dS·K of this one.
+    As in the forward pass, two CTAs share the loads of K and V. A warpgroup computes the weights of the next tile while
+    the tensor cores compute dS·K of the current tile.
     """
     batch, length, heads, _, width = inputs.q_BTHGd.shape
     value_width, dtype = inputs.v_BSKE.shape[-1], inputs.q_BTHGd.dtype
     q_tiles, group = length // TILE, heads // inputs.k_BSKGd.shape[2]
     scale = width**-0.5
-    k_stages = STAGES + 1  # The logits of the next step are computed before K of this step is free.
+    k_stages = STAGES + 1  # One more: a step reads K of the next step before it frees its own K.
 
     def kernel(cta, gmem, keys_gmem, dq_gmem, smem, barriers):  # noqa: C901 - Nested functions count.
         warpgroup = lax.axis_index("warpgroup")
@@ -242,7 +242,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
         visit = tiles.visit_of(cta, keys_gmem, q_tiles)
         queries, steps = tiles.rows_of(visit.q_tile), visit.steps
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
-        q_smem = smem.k.at[k_stages - 1]  # Q passes to registers before K of step k_stages - 1 is loaded here.
+        q_smem = smem.k.at[k_stages - 1]  # Q moves from here to registers before step k_stages - 1 loads K.
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
@@ -263,7 +263,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
                 return hide(p, 0.0, visit.q_tile, visit.first + i, needed=visit.needs_mask(i))
 
             def wait_for_tiles(i):
-                """Wait for dP of step i and K of the next one."""
+                """Wait for dP of step i and K of step i + 1."""
                 plgpu.barrier_wait(barriers.dp_ready.at[lax.rem(i, STAGES)])
                 pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(barriers.k_ready.at[lax.rem(i + 1, k_stages)]))
 
@@ -281,9 +281,9 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901 - Nested func
                     def run(logits_acc):
                         plgpu.wgmma(logits_acc, q, k_of(i + 1).T)
                         plgpu.wgmma(dq_acc, ds, k_of(i))
-                        next_logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)  # dS·K is still in flight.
+                        next_logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)  # dS·K is still running.
                         next_p = weights(i + 1, next_logits)
-                        wait_for_tiles(i + 1)  # It ends a basic block, as in the forward kernel.
+                        wait_for_tiles(i + 1)  # Ends a basic block, as in the forward kernel.
                         plgpu.wgmma_wait(0)
                         return next_p
 

@@ -1,8 +1,8 @@
 """Shared parts of the Mosaic GPU kernels: tile sizes, memory layout, tile ranges and the mask.
 
 In every kernel, a CTA has three warpgroups. Warpgroups 0 and 1 compute one softmax each. Warpgroup 2, the producer,
-loads their tiles by TMA. For a buffer named X, the barrier X_ready tells the readers that the buffer is filled, and
-X_free tells the writer that the buffer may be filled again.
+loads their tiles by TMA. A buffer X has two barriers: X_ready tells its readers that it is filled, and X_free tells its
+writer that it may be filled again.
 """
 # Axes: B = batch, T = query tokens = key tokens, padded to whole tiles, N = T // TILE = tiles,
 #   P = TILE = positions in a tile, X = marks of a position: its index in the row and, if there are segments, segment id
@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 from difftx.kernels import target
 
 TILE = 64  # Tokens in a tile. One wgmma computes 64 rows, and 64 values in bfloat16 fill a swizzled row of 128 bytes.
-PAIR = 2  # CTAs of a cluster in the forward and the dQ kernel: two query tiles that share the loads of K and V.
+PAIR = 2  # CTAs per cluster in the forward and the dQ kernel. The two query tiles share the loads of K and V.
 GROUPS = 2  # Number of groups of queries and keys. Each group has its own softmax.
 PRODUCER = 2  # Index of the producer warpgroup.
 WARPGROUPS = 3  # Warpgroups per CTA. A fourth would limit each thread to 128 registers at the start of the kernel.
@@ -32,17 +32,17 @@ REGISTERS_AT_ENTRY = 168  # Registers per thread at the start: 64 Ki over 384 th
 
 HEAD_WIDTHS = (32, 64, 96, 128)  # Supported values of d. tests/compile/gpu_compile_test.py compiles each of them.
 
-# CTAs that run at the same time should read arrays of at most this size. L2 has 50 MB. FlashAttention-3 uses 32 MB.
+# Limit for the arrays that concurrent CTAs read, so that they stay in the 50 MB L2. FlashAttention-3 uses the same.
 L2_BYTES = 32 * 2**20
 
-# The barrier X_free of a buffer that both CTAs of a pair write: it opens when both CTAs have read their buffers.
+# The X_free barrier for a buffer that both CTAs of a pair fill. It completes when both CTAs have read their buffers.
 PairBarrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
 
 LOG2_E = 1.4426950408889634
-# MASKED replaces masked logits. LOWEST is the initial value of a row's running maximum. It is below every real logit,
-# and so far above MASKED that masked keys contribute exp2(MASKED - LOWEST) = 0 to a row without visible keys. MASKED as
-# the initial value could give infinity: a fused multiply-add rounds only once, so MASKED·scale minus its rounded value
-# can be 1e21.
+# MASKED replaces masked logits. LOWEST is the initial value of a row's running maximum. LOWEST is below every real
+# logit, but far above MASKED, so masked keys contribute exp2(MASKED - LOWEST) = 0 to rows that have seen no key yet.
+# With MASKED as the initial value, exp2 could overflow: a fused multiply-add rounds only once, so MASKED·scale minus
+# its rounded value can be 1e21.
 MASKED = -1e30
 LOWEST = -1e20
 
@@ -55,10 +55,10 @@ COLUMNS = MATRIX.reduce(0)  # Register layout of a [TILE] vector with one value 
 
 @dataclasses.dataclass(frozen=True)
 class Registers:
-    """Registers per thread of the warpgroups of a CTA, chosen so that ptxas 13.0 spills none at d = 128.
+    """Registers per thread for each kind of warpgroup, chosen so that ptxas 13.0 spills none at d = 128.
 
-    The warpgroups share the registers that the CTA has at its start. If they ask for more, the last one waits forever,
-    and neither the interpreter nor ptxas reports it.
+    The warpgroups divide the registers that the CTA has at its start. If they request more, the last warpgroup waits
+    forever. Neither the interpreter nor ptxas detects this.
     """
 
     softmax: int  # In each of the two softmax warpgroups.
@@ -75,7 +75,7 @@ def set_registers(count):
 
 
 def buffer(shape, dtype):
-    """Return a buffer in shared memory, in the tiled and swizzled layout that TMA writes and wgmma reads."""
+    """Return a buffer in shared memory with the tiled and swizzled layout that TMA writes and wgmma reads."""
     itemsize = jnp.dtype(dtype).itemsize
     # 96 bf16 columns fill one and a half 128-byte rows, but exactly three 64-byte rows.
     swizzle = 128 if shape[-1] * itemsize % 128 == 0 else 64
@@ -84,10 +84,10 @@ def buffer(shape, dtype):
 
 
 def exchange(shape, dtype):
-    """Return a buffer in shared memory that warpgroups, but neither TMA nor wgmma, write and read as MATRIX.
+    """Return a buffer in shared memory for tiles that pass between warpgroups in the layout MATRIX.
 
-    A warp moves 8 x 8 values at a time, which are contiguous here. So there are no bank conflicts, and the addresses of
-    a thread differ by constants: it keeps one in a register, not one for each swizzled column of a tile.
+    TMA and wgmma must not use it. A warp moves 8 x 8 values at a time, and these are contiguous here. There are no bank
+    conflicts, and a thread needs only one address register, since its addresses differ by constants.
     """
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 8)),))
 
@@ -98,7 +98,7 @@ def rows_of(tile):
 
 
 def product(a, b_smem):
-    """Multiply a tile in shared memory or registers by one in shared memory, and return float32 in registers."""
+    """Multiply a tile (in shared memory or registers) by a tile in shared memory. Return float32 in registers."""
 
     def run(accumulator):
         plgpu.wgmma(accumulator, a, b_smem)
@@ -108,9 +108,9 @@ def product(a, b_smem):
 
 
 def to_registers(buffer_smem, interpret):
-    """Load a tile that is the left operand of many products, so that these do not read it from shared memory.
+    """Load a tile into registers, for use as the left operand of many products.
 
-    The interpreter requires operands in shared memory.
+    The interpreter requires operands in shared memory, so for the interpreter return the buffer itself.
     """
     return buffer_smem if interpret else plgpu.load(buffer_smem, layout=MATRIX)
 
@@ -129,7 +129,7 @@ def as_operand(values, staging_smem, index):
 
 
 def write(values, buffer_smem, gmem):
-    """Start to copy values in registers to global memory, through a buffer in shared memory."""
+    """Start an asynchronous copy of values from registers to global memory, through a buffer in shared memory."""
     buffer_smem[...] = values.astype(buffer_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffer_smem, gmem)
@@ -147,7 +147,7 @@ def down(column_values, like):
 
 @plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct((), np.dtype(bool), plgpu.Layout.WG_SPLAT))
 def _any_in_warp(_, rows):
-    """Return whether any row of this warp is true. Warps may differ, so this is not uniform in the warpgroup."""
+    """Return whether any row of this warp is true. The result may differ between the warps of a warpgroup."""
     value = functools.reduce(arith.ori, rows.registers.flat)
     if isinstance(value.type, ir.VectorType):
         value = vector.extract(value, [], [0])
@@ -156,17 +156,17 @@ def _any_in_warp(_, rows):
 
 
 def any_in_warp(rows, interpret):
-    """Return whether any of a warp's rows is true. The interpreter, which has no warps, tests all rows of the tile."""
+    """Return whether any row of this warp is true. The interpreter has no warps, so it tests all rows of the tile."""
     return rows.any() if interpret else _any_in_warp(rows)
 
 
 def arrive_if(condition, barrier):
-    """Arrive at a barrier if `condition`: a later step waits on it. A kernel must not end with a pending arrival."""
+    """Arrive at a barrier if a later step waits for it (`condition`). A kernel must not end with pending arrivals."""
     pl.when(condition)(lambda: plgpu.barrier_arrive(barrier))
 
 
 def at_least_one(count):
-    """Return max(count, 1) as the length of a loop. ptxas would spill the accumulators of a loop that may not run."""
+    """Return max(count, 1). ptxas would spill the accumulators of a loop that may run zero times."""
     return lax.max(count, 1)
 
 
@@ -176,9 +176,9 @@ def load_rows(ref):
 
 
 def hide(marks_gmem, values, hidden, q_tile, k_tile, *, needed, window, queries_in_rows):
-    """Replace values of masked token pairs in a tile by `hidden`, if the tile has any (`needed`).
+    """Replace the values of masked token pairs in a tile by `hidden`. Do nothing if not `needed`.
 
-    Positions and segments hide values one after the other, because both at once would spill registers in `dq_call`.
+    Apply the position mask first and then the segment mask: both at once would spill registers in `dq_call`.
     """
     for mark in range(marks_gmem.shape[0]):
 
@@ -191,12 +191,12 @@ def hide(marks_gmem, values, hidden, q_tile, k_tile, *, needed, window, queries_
 
 
 def _visible(mark_gmem, mark, q_tile, k_tile, window, queries_in_rows):
-    """Return the mask of a query tile and a key tile by one mark, bool [TILE, TILE].
+    """Return the mask of a query tile and a key tile, bool [TILE, TILE], computed from one kind of mark.
 
-    Positions must be causal and inside the window, and segment ids equal. `mark_gmem` holds the mark of one sequence in
-    global memory. It is not staged in shared memory, because only tiles on the diagonal and at the edges of windows and
-    segments need a mask. The positions are read, too: an iota would stay in registers during the loop, which spills 120
-    bytes in `dkv_call` at d = 128.
+    `mark` is POSITION (causal and inside the window) or SEGMENT (equal ids). `mark_gmem` holds the marks of one
+    sequence in global memory. They are not staged in shared memory, because only tiles on the diagonal and at the edges
+    of windows and segments need a mask. Positions are loaded and not computed: an iota would stay in registers during
+    the loop, which spills 120 bytes in `dkv_call` at d = 128.
     """
 
     def spread(tile, layout, axis):
@@ -213,13 +213,13 @@ def _visible(mark_gmem, mark, q_tile, k_tile, window, queries_in_rows):
 
 
 def tile_ranges(segment_ids_BT, *, batch, tiles, window):
-    """Return the key tiles that each query tile visits, and the query tiles that visit each key tile.
+    """Return the range of key tiles for each query tile, and the range of query tiles for each key tile.
 
-    Pairs of tiles outside these ranges have no visible pair of tokens. Segment ids need not be sorted.
+    All token pairs outside these ranges are masked. Segment ids need not be sorted.
 
     Returns:
-        keys: int32 [B, N, 2] of (first, full). Query tile n visits key tiles first..n and needs no mask for full..n-1.
-        queries: int32 [B, N, 2] of (full, end). Query tiles n..end-1 visit key tile n and need no mask for n+1..full-1.
+        keys: int32 [B, N, 2] of (first, full). Query tile n visits key tiles first..n. Tiles full..n-1 need no mask.
+        queries: int32 [B, N, 2] of (full, end). Query tiles n..end-1 visit key tile n. Tiles n+1..full-1 need no mask.
     """
     n = np.arange(tiles)
     behind_1NN = (n[:, None] - n[None, :])[None]  # Query tile minus key tile.
@@ -232,7 +232,7 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
         low_BN, high_BN = ids_BNP.min(-1), ids_BNP.max(-1)
         (q_low_BN1, k_low_B1N), (q_high_BN1, k_high_B1N) = ((x[:, :, None], x[:, None]) for x in (low_BN, high_BN))
         needed_BNN = needed_BNN & ~((q_low_BN1 > k_high_B1N) | (q_high_BN1 < k_low_B1N))
-        # All tokens of both tiles have the same id if the common minimum equals the common maximum.
+        # If the minimum over both tiles equals the maximum, all their tokens have the same segment id.
         whole_BNN = whole_BNN & (jnp.minimum(q_low_BN1, k_low_B1N) == jnp.maximum(q_high_BN1, k_high_B1N))
     xp = np if segment_ids_BT is None else jnp  # Without segments, the ranges are constants of the program.
     broken_BNN = (behind_1NN > 0) & ~whole_BNN
@@ -246,22 +246,22 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
 
 
 def interpret_params(interpret):
-    """Convert the argument `interpret` of a backend for `plgpu.kernel`. None interprets unless the target is a GPU."""
+    """Convert a backend's argument `interpret` for `plgpu.kernel`. None means: interpret unless the target is a GPU."""
     if interpret is None:
         interpret = target.platform() != "gpu"
     return plgpu.InterpretGPUParams() if interpret is True else interpret
 
 
 class CTA(NamedTuple):
-    """What one CTA computes. CTAs start in the order of their grid, so tile 0 should have the most work."""
+    """Indices of the tile that one CTA computes. CTAs start in grid order, so tile 0 should have the most work."""
 
     sequence: Any
     head: Any
-    tile: Any  # With pairs, the index of the pair.
+    tile: Any  # With `pairs` in `launch`, the index of a pair of tiles.
 
 
 class Visit(NamedTuple):
-    """The query tile of a CTA of a pair, and the steps in which it visits key tiles first, first + 1, ..."""
+    """The query tile of one CTA of a pair, and its steps: step i visits key tile first + i."""
 
     q_tile: Any
     first: Any
@@ -275,25 +275,25 @@ class Visit(NamedTuple):
 
 
 def visit_of(cta, keys_gmem, q_tiles):
-    """Return the `Visit` of a CTA. Both CTAs of a pair visit the key tiles that any of them needs: they share loads."""
-    of_pair = q_tiles - PAIR * (1 + cta.tile)  # Query tiles with the most keys start first.
-    q_tile = of_pair + lax.axis_index("pair")
-    first = lax.min(keys_gmem[cta.sequence, of_pair, 0], keys_gmem[cta.sequence, of_pair + 1, 0])
+    """Return the `Visit` of a CTA. Both CTAs of a pair visit all key tiles that either needs, as they share loads."""
+    first_q_tile = q_tiles - PAIR * (1 + cta.tile)  # Query tiles with the most keys start first.
+    q_tile = first_q_tile + lax.axis_index("pair")
+    first = lax.min(keys_gmem[cta.sequence, first_q_tile, 0], keys_gmem[cta.sequence, first_q_tile + 1, 0])
     full = keys_gmem[cta.sequence, q_tile, 1] - first
-    return Visit(q_tile, first, full, q_tile - first, at_least_one(of_pair + PAIR - first))
+    return Visit(q_tile, first, full, q_tile - first, at_least_one(first_q_tile + PAIR - first))
 
 
 def load_for_pair(gmem, smem, barrier):
-    """Start to load one half of a tile into the buffers of both CTAs of a pair. The other CTA loads the other half."""
+    """Start loading half of a tile into the buffers of both CTAs of a pair. The other CTA loads the other half."""
     plgpu.copy_gmem_to_smem(gmem, smem, barrier, collective_axes="pair")
 
 
 def grid_of(rows, tiles, *, row_bytes):
-    """Return the grid (row groups, tiles, rows of a group) for `tiles` CTAs per row, where a row is a (sequence, head).
+    """Return the grid (row groups, tiles, rows per group), where a row is a (sequence, head) with `tiles` CTAs.
 
-    CTAs start in the order of the grid, and the last axis changes fastest. The CTAs of a row read `row_bytes` together,
-    and the reads of a group fit into L2. In a group, the CTAs with the most work start first, so that all SMs finish at
-    almost the same time.
+    CTAs start in grid order, and the last axis changes fastest. All CTAs of a row together read `row_bytes`. Groups are
+    small enough that their reads fit into L2. Within a group, the CTAs with the most work start first, so that all SMs
+    finish at almost the same time.
     """
     group = max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * row_bytes <= L2_BYTES))
     return rows // group, tiles, group
@@ -302,8 +302,8 @@ def grid_of(rows, tiles, *, row_bytes):
 def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers, interpret, pairs=False):
     """Run `kernel(cta, *operands, *outputs, smem, barriers)` in each CTA of a grid (sequences, heads, tiles).
 
-    With `pairs`, each element of the grid is a cluster of two CTAs. The CTAs of a (sequence, head) read `row_bytes`
-    together. `smem` and `barriers` are named tuples. Their fields are the keys of `buffers` and `barriers`.
+    With `pairs`, each grid element is a cluster of two CTAs. All CTAs of a (sequence, head) together read `row_bytes`.
+    The kernel receives `smem` and `barriers` as named tuples with the keys of `buffers` and `barriers` as fields.
     """
     sequences, heads, tiles = grid
     scratch = [collections.namedtuple("Scratch", fields)(**fields) for fields in (buffers, barriers)]  # pyrefly: ignore
@@ -323,7 +323,7 @@ def launch(name, kernel, *operands, grid, row_bytes, out_type, buffers, barriers
         cluster=(PAIR,) if pairs else (),
         cluster_names=("pair",) if pairs else (),
         scratch_types=scratch,
-        # No kernel reduces across warps, which would need scratch memory.
+        # Only reductions across warps need scratch memory, and no kernel has any.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name=name,

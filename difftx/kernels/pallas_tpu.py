@@ -8,13 +8,13 @@ P_m = exp(S_m - L_m) from the logits S_m. With dP = dO V^T and delta_m = rowsum(
     dS1 = P1 * (dP - delta1)        dQ_m = dS_m K_m        dV = (P1 - lam * P2)^T dO
     dS2 = lam * P2 * (delta2 - dP)  dK_m = dS_m^T Q_m
 
-dP and dV are therefore one product each, where two flash-attention calls would compute two of each.
+dP and dV are therefore one product each. Two flash-attention calls would compute each of them twice.
 
 Two decisions determine the grids:
 
-* The grids do not cover the T x T square. On the host, `list_visits` lists the tiles that causality and the window
-  leave. The kernels read this list from scalar memory. They spend no step on hidden tiles, and apply a mask only to
-  tiles that the diagonal, the edge of the window or a segment boundary crosses.
+* The grids do not cover the T x T square. On the host, `list_visits` lists the tiles that the causal mask and the
+  window leave visible. The kernels read this list from scalar memory, so hidden tiles take no grid step. They apply a
+  mask only to tiles that the diagonal, the edge of the window or a segment boundary crosses.
 * dQ is a sum over keys, but dK and dV are sums over queries. If the float32 dQ of one key head fits in VMEM, one kernel
   computes all three gradients, with 20*T*T*d FLOPs per head. Longer rows take two kernels with 28*T*T*d FLOPs. Each sum
   has a fixed order in both cases, so results are reproducible bit for bit.
@@ -39,7 +39,7 @@ from difftx.kernels.backend import AttentionCall, ShardedArrays, deltas, pad_to
 
 
 class Tiles(NamedTuple):
-    """Size of the tiles, and limits of VMEM in MiB."""
+    """Largest tile size, and limits for the use of VMEM in MiB."""
 
     max_side: int  # Largest side of a tile in tokens, a multiple of 128.
     vmem_mib: int  # VMEM that a kernel may use in total.
@@ -56,11 +56,11 @@ _TILES = {
     "TPU7x": Tiles(512, vmem_mib=56, dq_mib=24),
 }
 _MEASURED_WIDTHS = (64, 96, 128)
-_SMEM_WORDS = 2**17  # Limit for the visits and the segment bounds in 32-bit words: half of the 1 MiB of scalar memory.
+_SMEM_WORDS = 2**17  # Limit for visits and segment bounds, in 32-bit words: half of the 1 MiB scalar memory.
 
 
 def unsupported(call: AttentionCall, max_side: int | None = None) -> str | None:
-    """Return the reason why this backend cannot serve a call, or None. `max_side` is that of `forward`."""
+    """Return why this backend cannot serve a call, or None if it can. `forward` documents `max_side`."""
     batch, t, _, _, d = call.q.shape
     sharding = call.sharding
     if call.q.dtype not in (jnp.bfloat16, jnp.float32):
@@ -81,16 +81,16 @@ def unsupported(call: AttentionCall, max_side: int | None = None) -> str | None:
 
 
 def forward(q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, max_side=None, interpret=None):
-    """Return the output O [B, T, H, E] in the dtype of q, and, for `backward`, O2 = A2 V and the log-sum-exps.
+    """Return the output O [B, T, H, E] in the dtype of q, and the arrays for `backward`: O2 = A2 V and log-sum-exps.
 
-    `max_side` is the largest side of a tile in tokens. None: that of the device's `Tiles`. `interpret` is False, True
-    or a `pltpu.InterpretParams`. None interprets the kernel unless the target is a TPU.
+    `max_side` is the largest side of a tile in tokens, by default the device's `Tiles.max_side`. `interpret` is False,
+    True or a `pltpu.InterpretParams`. If it is None, the kernel is interpreted unless the target is a TPU.
     """
     t, d = q_BTHGd.shape[1], q_BTHGd.shape[-1]
     max_side = max_side or _tiles(d).max_side
     call = kernels.TileCall.of(q_BTHGd, k_BTKGd, segments_BT, window, sharding, max_side, keys_outer=False)
     heads, e, side = call.kv_heads * call.group, 2 * d, call.side
-    out_spec = _spec(call, (side, e), of="query", axis=0)
+    out_spec = _spec(call, (side, e), tile_of="query", axis=0)
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
     lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.y), jnp.float32)
     q_BHGYd, k_BKGXd, v_BKXE = _qkv(call, q_BTHGd, k_BTKGd, v_BTKE)
@@ -102,7 +102,7 @@ def forward(q_BTHGd, k_BTKGd, v_BTKE, lam_BTH, segments_BT, *, window, sharding=
         kernels.Inputs(q_BHGYd, k_BKGXd, v_BKXE, lam=lam_BH1Y),
         segments_BT,
         products=6,
-        out_specs=[out_spec, out_spec, _spec(call, (2, side), of="query", axis=1)],
+        out_specs=[out_spec, out_spec, _spec(call, (2, side), tile_of="query", axis=1)],
         out_shape=[out_shape, out_shape, lse_shape],
         scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in ((2, side), (2, side), (2, e, side))],
         interpret=interpret,
@@ -125,7 +125,7 @@ def backward(
     max_side=None,
     interpret=None,
 ):
-    """Return the gradients of q, k and v in the dtype of q, and of lam in float32. Arguments are those of `forward`."""
+    """Return the gradients of q, k and v in the dtype of q, and of lam in float32. `forward` documents the options."""
     (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
     t, d = q_BTHGd.shape[1], q_BTHGd.shape[-1]
@@ -149,7 +149,7 @@ def backward(
 
 
 def _dkv(call, inputs, segments_BT, interpret, with_dq):
-    """Return dK, dV and, if `with_dq`, also dQ from the same kernel, else None."""
+    """Return dK, dV and dQ. If not `with_dq`, the kernel does not compute dQ, which is None."""
     side, group, d = call.side, call.group, call.d
     dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.y, d), call.dtype)
     dk, dv, dq = _run(
@@ -160,9 +160,9 @@ def _dkv(call, inputs, segments_BT, interpret, with_dq):
         segments_BT,
         products=10 if with_dq else 8,
         out_specs=[
-            _spec(call, (2, side, d), of="key", axis=1),
-            _spec(call, (side, 2 * d), of="key", axis=0),
-            _spec(call, (group, 2, side, d), of="finished query", axis=2) if with_dq else None,
+            _spec(call, (2, side, d), tile_of="key", axis=1),
+            _spec(call, (side, 2 * d), tile_of="key", axis=0),
+            _spec(call, (group, 2, side, d), tile_of="finished query", axis=2) if with_dq else None,
         ],
         out_shape=[
             *(jax.ShapeDtypeStruct(x.shape, call.dtype) for x in (inputs.k, inputs.v)),
@@ -187,7 +187,7 @@ def _dq(call, inputs, segments_BT, interpret):
         inputs,
         segments_BT,
         products=6,
-        out_specs=_spec(call, block_shape, of="query", axis=1),
+        out_specs=_spec(call, block_shape, tile_of="query", axis=1),
         out_shape=jax.ShapeDtypeStruct(inputs.q.shape, call.dtype),
         scratch_shapes=[pltpu.VMEM(block_shape, jnp.float32)],
         interpret=interpret,
@@ -197,7 +197,8 @@ def _dq(call, inputs, segments_BT, interpret):
 def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_shape, scratch_shapes, interpret):
     """Run a kernel over `call.grid`.
 
-    `products` is the number of matrix products (side, side) x d per visit. A product of width E = 2d counts as two.
+    `products` is the number of matrix products of width d per visit, for the cost estimate. A product of width E = 2d
+    counts as two.
     """
     scalars = kernels.Scalars(jnp.asarray(call.visits))
     if call.sharding is not None:
@@ -205,7 +206,7 @@ def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_sh
         starts = call.sharding.starts(call.sharding.device(), call.chunk_tiles)
         offsets = jnp.stack([start - chunk * call.chunk_tiles for chunk, start in enumerate(starts)])
         scalars = scalars._replace(visits=visits, offsets=offsets)
-    # With a cost estimate, XLA can overlap communication with the kernel. It assumes that each array moves once.
+    # The cost estimate lets XLA overlap communication with the kernel. It assumes that each array is moved once.
     logits = call.batch * call.kv_heads * call.group * call.visits.shape[-1] * call.side**2
     cost = pl.CostEstimate(
         flops=products * 2 * logits * call.d,
@@ -238,19 +239,19 @@ def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_sh
     )(scalars, inputs)
 
 
-def _spec(call, shape, *, of, axis, has_heads=True):
-    """Return a BlockSpec of `shape`. `of` selects a tile of the current visit, whose index is used along `axis`."""
+def _spec(call, shape, *, tile_of, axis, has_heads=True):
+    """Return a BlockSpec for blocks of `shape`. `axis` is indexed by the tile that `tile_of` names."""
 
     def index(b, kv, outer, inner, scalars):
         step, n = (outer, inner) if call.keys_outer else (inner, outer)
         visit = scalars.visits[step]
-        head = kv * call.group + n if of == "query" else kv
+        head = kv * call.group + n if tile_of == "query" else kv
         tile = {
             "query": lambda: kernels.query_tile(visit),
             "key": lambda: kernels.key_tile(visit),
             "query in row": lambda: call.row_tile(visit, scalars.offsets),
             "finished query": lambda: call.finished_tile(visit, scalars.offsets),
-        }[of]()
+        }[tile_of]()
         batch_and_head = (b, head) if has_heads else (b,)
         return (*batch_and_head, *(tile if a == axis else 0 for a in range(len(shape))))
 
@@ -260,20 +261,20 @@ def _spec(call, shape, *, of, axis, has_heads=True):
 def _input_specs(call, inputs):
     side, d = call.side, call.d
     specs = kernels.Inputs(
-        q=_spec(call, (2, side, d), of="query", axis=1),
-        k=_spec(call, (2, side, d), of="key", axis=1),
-        v=_spec(call, (side, 2 * d), of="key", axis=0),
-        lam=_spec(call, (1, side), of="query", axis=1),
-        dout=_spec(call, (side, 2 * d), of="query", axis=0),
-        stats=_spec(call, (5, side), of="query", axis=1),
-        query_segments=_spec(call, (1, side), of="query in row", axis=1, has_heads=False),
-        key_segments=_spec(call, (1, side), of="key", axis=1, has_heads=False),
+        q=_spec(call, (2, side, d), tile_of="query", axis=1),
+        k=_spec(call, (2, side, d), tile_of="key", axis=1),
+        v=_spec(call, (side, 2 * d), tile_of="key", axis=0),
+        lam=_spec(call, (1, side), tile_of="query", axis=1),
+        dout=_spec(call, (side, 2 * d), tile_of="query", axis=0),
+        stats=_spec(call, (5, side), tile_of="query", axis=1),
+        query_segments=_spec(call, (1, side), tile_of="query in row", axis=1, has_heads=False),
+        key_segments=_spec(call, (1, side), tile_of="key", axis=1, has_heads=False),
     )
     return kernels.Inputs(*(None if x is None else spec for spec, x in zip(specs, inputs, strict=True)))
 
 
 def _qkv(call, q_BTHGd, k_BTKGd, v_BTKE):
-    """Return padded operands with heads before tokens, and q multiplied by log2(e) / sqrt(d)."""
+    """Move heads before tokens, pad the rows, and multiply q by log2(e) / sqrt(d)."""
     q_BTHGd = q_BTHGd.astype(jnp.float32) * (call.scale * kernels.LOG2_E)
     q_BHGYd = _heads_first(q_BTHGd.astype(call.dtype), call.y)
     return [q_BHGYd, _heads_first(k_BTKGd, call.x), _heads_first(v_BTKE, call.x)]
@@ -281,7 +282,7 @@ def _qkv(call, q_BTHGd, k_BTKGd, v_BTKE):
 
 def _heads_first(x, length):
     """Transpose [B, T, H, ..., W] to [B, H, ..., T, W] and pad T to `length`. XLA fuses this with preceding ops."""
-    # Padding is harmless: dO is zero for padded queries, and causality hides padded keys from real queries.
+    # Padding changes no result: dO is zero for padded queries, and the causal mask hides padded keys.
     return pad_to(jnp.moveaxis(x, 1, -2), length, axis=x.ndim - 2)
 
 
@@ -290,7 +291,7 @@ def _tokens_first(x, t):
 
 
 def _dq_bytes(call):
-    """Return the number of bytes of VMEM for the float32 dQ of one key head and its two output buffers."""
+    """Return the bytes of VMEM that the float32 dQ of one key head and its two output buffers need."""
     width = pl.cdiv(call.d, kernels.LANES) * kernels.LANES
     return call.group * 2 * width * (call.y * 4 + 2 * call.side * call.dtype.itemsize)
 

@@ -1,11 +1,11 @@
 """Bodies of the TPU kernels, and the lists of tiles that their grids visit.
 
-The kernels are flash attention with two softmaxes per head that share V. Each grid step visits one tile of logits, the
-product of a tile of keys with a tile of queries, and adds to accumulators in VMEM. A tile has the shape (keys,
-queries), transposed from the usual order. Vectors with one number per query (running maximum and sum, log-sum-exp,
-delta, lam) then lie along the lanes of a vector register, and broadcast over keys without cost.
+The kernels are flash attention with two softmaxes per head that share V. Each grid step visits one tile of logits (a
+tile of keys times a tile of queries) and adds to accumulators in VMEM. A tile of logits has the shape (keys, queries),
+transposed from the usual order. Vectors with one number per query (running maximum and sum, log-sum-exp, delta, lam)
+then lie along the lanes of a vector register, and broadcast over keys without cost.
 
-Queries arrive multiplied by log2(e) / sqrt(d), so that logits are in base 2 and the exponential is exp2.
+Callers multiply the queries by log2(e) / sqrt(d), so the kernels use exp2 instead of exp.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ from difftx.kernels.context import SequenceSharding
 
 # Axes: T = tokens (queries and keys), N = query heads that share one key/value head, d = sub-head width,
 #   E = 2d = value width, X = T padded to whole tiles, Y = query tokens on one device, padded to whole tiles.
-# Y = X unless rows are sharded along their tokens. Then the queries of a call are those of one device, but keys and
-# segment ids cover whole rows.
+# If rows are sharded along their tokens, a call has the queries of one device (Y < X), but the keys and segment ids of
+# whole rows.
 
 LOG2_E = math.log2(math.e)
 LANES = 128  # Number of lanes of a vector register. The sides of tiles are multiples of it.
 HIDDEN = -1e30  # Logit of a masked key. Finite, because -inf - (-inf) is NaN for queries that have seen no key yet.
 
-# A visit is one grid step: a query tile, a key tile and flags. It is packed into an int32, with the flags lowest.
+# A visit is one grid step: a query tile, a key tile and flags, packed into an int32. The flags are the lowest bits.
 _QUERY_SHIFT, _KEY_SHIFT, _TILE_MASK = 19, 6, 2**13 - 1
-_FIRST, _LAST = 1, 2  # First and last visit to a tile of the outer loop: clear accumulators, and write results.
+_FIRST, _LAST = 1, 2  # First and last visit to a tile of the outer loop: clear the accumulators, write the results.
 MASKED = 4  # The diagonal or the edge of the window crosses the tile, so the tile needs a mask.
-_DQ_FIRST, _DQ_LAST = 8, 16  # First and last visit to a query tile if the outer loop runs over keys.
-_EMPTY = 32  # Nothing to compute: the visit pads the list, or writes zeros for keys that no query of the device sees.
+_DQ_FIRST, _DQ_LAST = 8, 16  # First and last visit to a query tile, if key tiles are the outer loop.
+_EMPTY = 32  # Nothing to compute: the visit only pads the list, or writes zero gradients for keys without queries.
 
 # Dimension numbers of dot_general: A Bᵀ, A B and Aᵀ B.
 _NT = (((1,), (1,)), ((), ()))
@@ -43,16 +43,16 @@ _TN = (((0,), (0,)), ((), ()))
 
 
 class Scalars(NamedTuple):
-    """References in scalar memory, which all kernels and index maps receive."""
+    """References in scalar memory. All kernels and index maps receive them."""
 
     visits: Any  # Packed visits in grid order.
-    offsets: Any = None  # For each chunk of queries: tile index in the row minus index on the device. None: whole rows.
+    offsets: Any = None  # Per chunk of queries: tile index in the row minus tile index on the device. None: whole rows.
     low: Any = None  # Lowest segment id of each tile of each batch row. None without segment ids.
     high: Any = None  # Highest segment id of each tile of each batch row. None without segment ids.
 
 
 class Inputs(NamedTuple):
-    """Blocks of the current visit in VMEM, with their shapes. Inputs that a kernel does not use are None."""
+    """Blocks of the current visit in VMEM. Inputs that a kernel does not use are None."""
 
     q: Any  # Queries of both groups, (2, queries, d).
     k: Any  # Keys of both groups, (2, keys, d).
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileCall:
-    """Static parameters of a kernel call, known while JAX traces it."""
+    """Static parameters of a kernel call."""
 
     batch: int
     kv_heads: int
@@ -79,11 +79,11 @@ class TileCall:
     sharding: SequenceSharding | None
     segmented: bool  # Whether the call has segment ids.
     dtype: np.dtype
-    keys_outer: bool  # Whether keys are the outer loop and queries the inner one, which sums over queries (dK, dV).
+    keys_outer: bool  # Whether key tiles are the outer loop, as for dK and dV, which are sums over queries.
 
     @classmethod
     def of(cls, q_BTHGd, k_BTKGd, segments_BT, window, sharding, max_side, *, keys_outer):
-        """Return the parameters of a call, with T split into equal tiles of at most `max_side` tokens."""
+        """Return the parameters of a call. Rows are split into equal tiles of at most `max_side` tokens."""
         b, _, h, _, d = q_BTHGd.shape
         t, kv_heads = k_BTKGd.shape[1:3]
         side = tile_side(t, sharding, max_side)
@@ -109,23 +109,23 @@ class TileCall:
 
     @functools.cached_property
     def visits(self):
-        """Packed visits of tiles in grid order, from `list_visits`."""
+        """The result of `list_visits` for this call: packed visits in grid order."""
         return list_visits(self.tiles, self.side, self.window, self.sharding, keys_outer=self.keys_outer)
 
     @property
     def grid(self):
-        """Grid of the kernel: batch, key/value heads, query heads and visits. `keys_outer` swaps the last two."""
+        """Kernel grid (batch, key/value heads, query heads, visits). With `keys_outer`, the last two are swapped."""
         steps = self.visits.shape[-1]
         inner = (steps, self.group) if self.keys_outer else (self.group, steps)
         return (self.batch, self.kv_heads, *inner)
 
     @property
     def chunk_tiles(self):
-        """Number of query tiles in one contiguous chunk of the row on this device."""
+        """Number of query tiles in each contiguous chunk of a row on this device."""
         return self.y // self.side // (1 if self.sharding is None else self.sharding.chunks)
 
     def row_tile(self, visit, offsets_ref):
-        """Return the index in the row of a visit's query tile."""
+        """Return the index of a visit's query tile within the whole row."""
         tile = query_tile(visit)
         if self.sharding is None:
             return tile
@@ -134,9 +134,9 @@ class TileCall:
         return tile + jnp.where(tile < self.chunk_tiles, offsets_ref[0], offsets_ref[1])
 
     def finished_tile(self, visit, offsets_ref):
-        """Return the last query tile on the device whose dQ is complete after the visit's key tile, or 0.
+        """Return the last query tile on this device whose dQ is complete after the visit's key tile, or 0.
 
-        Keys must be the outer loop. Then the last visit to a query tile is the one on the diagonal.
+        Key tiles must be the outer loop, so that the last visit to a query tile is the one on the diagonal.
         """
         if self.sharding is None:
             return key_tile(visit)
@@ -152,15 +152,15 @@ class TileCall:
 
     @property
     def dot(self):
-        """Function `lax.dot_general` with float32 accumulation, and with full precision if operands are float32."""
+        """`lax.dot_general` with float32 accumulation, and with full precision if the operands are float32."""
         precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
         return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
 
 def tile_side(t, sharding, max_side):
-    """Return the side of the tiles for rows of `t` tokens, a multiple of 128 that is at most `max_side`.
+    """Return the tile side for rows of `t` tokens, a multiple of 128 up to `max_side`.
 
-    If each device holds contiguous chunks of a row, the side divides the length of a chunk. Return 0 if none does.
+    If rows are sharded along their tokens, the side must divide the length of a chunk. Return 0 if no side does.
     """
     if sharding is None:
         # Tiles of equal size need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.
@@ -170,16 +170,16 @@ def tile_side(t, sharding, max_side):
 
 
 def list_visits(tiles, side, window, sharding=None, *, keys_outer):
-    """Return the packed visits, int32 in grid order, to all tiles with pairs of tokens that the mask may leave visible.
+    """List the packed visits (int32, in grid order) to all tiles that the causal mask and the window leave visible.
 
-    If rows are sharded along their tokens, there is one list per device, padded to the longest.
+    If rows are sharded along their tokens, return one list per device, padded to the longest list.
     """
     if sharding is None:
         return _visits_of(np.arange(tiles), tiles, side, window, keys_outer)
-    of_chunk = np.arange(tiles // sharding.row_chunks)
+    tiles_in_chunk = np.arange(tiles // sharding.row_chunks)
     rows = []
     for device in range(sharding.devices):
-        row_tiles = [start + of_chunk for start in sharding.starts(device, len(of_chunk))]
+        row_tiles = [start + tiles_in_chunk for start in sharding.starts(device, len(tiles_in_chunk))]
         rows.append(_visits_of(np.concatenate(row_tiles), tiles, side, window, keys_outer))
     longest = max(map(len, rows))
     fillers = [np.full(longest - len(row), row[-1] & ~(2**_KEY_SHIFT - 1) | _EMPTY) for row in rows]
@@ -187,7 +187,7 @@ def list_visits(tiles, side, window, sharding=None, *, keys_outer):
 
 
 def _visits_of(row_tiles, tiles, side, window, keys_outer):
-    """Return the packed visits of one device, whose query tiles have the indices `row_tiles` in the row."""
+    """Return the packed visits of one device. `row_tiles` are the row indices of its query tiles."""
     # n = index of a query tile on the device, i = its index in the row, j = index of a key tile in the row.
     n, j = (index.ravel() for index in np.indices((len(row_tiles), tiles)))
     i = row_tiles[n]
@@ -197,7 +197,7 @@ def _visits_of(row_tiles, tiles, side, window, keys_outer):
     np.minimum.at(oldest_key, n[keep], j[keep])
     crossed = (i == j) | (farthest >= (window or math.inf))
     flags = MASKED * crossed + _DQ_FIRST * (j == oldest_key[n]) + _DQ_LAST * (i == j)
-    if keys_outer:  # Keys that no query of the device sees need a visit, which sets their gradients to zero.
+    if keys_outer:  # Visit every key tile, even if no local query attends to it: the visit writes its zero gradient.
         unseen = (n == 0) & ~np.isin(j, j[keep])
         flags, keep = np.where(unseen, _EMPTY, flags), keep | unseen
     order = np.lexsort((n, j) if keys_outer else (j, n))
@@ -209,12 +209,12 @@ def _visits_of(row_tiles, tiles, side, window, keys_outer):
 
 
 def query_tile(visit):
-    """Return the query tile of a packed visit, as an index on the device."""
+    """Return the index, among this device's query tiles, of a packed visit's query tile."""
     return (visit >> _QUERY_SHIFT) & _TILE_MASK
 
 
 def key_tile(visit):
-    """Return the key tile of a packed visit, as an index in the row."""
+    """Return the index, within the whole row, of a packed visit's key tile."""
     return (visit >> _KEY_SHIFT) & _TILE_MASK
 
 
@@ -233,7 +233,7 @@ def forward_kernel(scalars, inputs, out_ref, out2_ref, lse_ref, max_ref, sum_ref
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def tile(masked):
-        # Computing both products before either softmax saves 15 % of the instruction bundles on v6e, and none on v5p.
+        # Computing both products before the softmaxes saves 15 % of the instruction bundles on v6e, none on v5p.
         logits = [call.dot(inputs.k[m], inputs.q[m], _NT) for m in range(2)]
         if masked:
             visible = _visible(call, visit, scalars, inputs)
@@ -298,7 +298,7 @@ def dkv_kernel(scalars, inputs, dk_ref, dv_ref, dq_ref, dk_acc, dv_acc, dq_acc, 
 
     @pl.when((visit & _LAST != 0) & (n == call.group - 1))
     def _():
-        # The queries include the factor scale * log2(e). dK needs the factor scale, so only log2(e) is divided out.
+        # The queries include the factor scale * log2(e). dK needs only the factor scale, so divide by log2(e).
         dk_ref[...] = (dk_acc[...] * (1 / LOG2_E)).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
@@ -327,7 +327,7 @@ def _logit_gradients(call, visit, scalars, inputs, masked):
     """Return [dS1, dS2] and P1 - lam * P2, all (keys, queries) in the dtype of the operands."""
     visible = masked and _visible(call, visit, scalars, inputs)
     lse1, lse2, delta1, delta2, lam = (inputs.stats[r : r + 1] for r in range(5))
-    # dP between the two products for logits takes 4 % fewer instruction bundles on v5p than dP before both.
+    # Computing dP between the two logit products takes 4 % fewer instruction bundles on v5p than computing it first.
     s1 = call.dot(inputs.k[0], inputs.q[0], _NT)
     dp = call.dot(inputs.v[...], inputs.dout[...], _NT)
     s2 = call.dot(inputs.k[1], inputs.q[1], _NT)
@@ -355,7 +355,7 @@ def _visible(call, visit, scalars, inputs):
 
 
 def _compute(call, visit, scalars, tile):
-    """Call `tile(masked)` unless the visit is empty or its queries and keys have no segment in common."""
+    """Call `tile(masked)`, unless the visit is empty or its queries and keys have no segment in common."""
     masked, seen = visit & MASKED != 0, True
     if (call.visits & _EMPTY != 0).any():
         seen = visit & _EMPTY == 0
@@ -366,7 +366,7 @@ def _compute(call, visit, scalars, tile):
         seen &= (low <= scalars.high[key]) & (scalars.low[key] <= high)
         one_segment = (low == high) & (scalars.low[key] == low) & (scalars.high[key] == low)
         masked |= ~one_segment
-    # Branches that no visit takes are not compiled.
+    # Do not compile branches that no visit takes.
     if call.segmented or (call.visits & MASKED != 0).any():
         pl.when(masked & seen)(lambda: tile(True))
     if (call.visits & MASKED == 0).any() or call.segmented:

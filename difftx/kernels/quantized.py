@@ -1,7 +1,7 @@
-"""Vectors rounded to 8 or 4 bits, each with its own scale, for caches of keys and values and for attention's inputs.
+"""Quantise vectors to 8 or 4 bits with one scale per vector, for key/value caches and for the inputs of attention.
 
-The scale of a vector is its largest magnitude divided by the largest integer (absmax quantisation). The key or value
-of a token and head is one vector, so writing it does not read other tokens, and it does not depend on later tokens.
+The scale of a vector is its largest magnitude divided by the largest integer (absmax quantisation). Each token and head
+has its own key vector and value vector, so the quantised cache of a token does not depend on other tokens.
 """
 # Axes: W = width of a vector, … = all other axes
 
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes_W", "scale_1"), meta_fields=("bits",))
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """Vectors `[…, W]` with few bits per number."""
+    """Vectors `[…, W]` as 8-bit or 4-bit integers with one scale per vector."""
 
-    codes_W: jax.Array  # int8 `[…, W]`, or with 4 bits `[…, W / 2]`: a byte holds the numbers i and W / 2 + i.
+    codes_W: jax.Array  # int8. 8 bits: `[…, W]`. 4 bits: `[…, W / 2]`, where byte i holds the numbers i and W / 2 + i.
     scale_1: jax.Array  # bfloat16 `[…, 1]`.
     bits: int
 
@@ -26,7 +26,7 @@ def quantize(x_W: jax.Array, bits: int) -> Quantized:
     """Round vectors `[…, W]` to `bits` (8 or 4) bits. The error of a number is at most half the vector's scale."""
     levels = 2 ** (bits - 1) - 1
     x_W = x_W.astype(jnp.float32)
-    # The scale is rounded before it is used, so that rounding the scale adds no error.
+    # Round the scale to bfloat16 before dividing by it, so that rounding the scale adds no error.
     scale_1 = (jnp.max(jnp.abs(x_W), axis=-1, keepdims=True) / levels).astype(jnp.bfloat16)
     divisor_1 = jnp.where(scale_1 > 0, scale_1, 1).astype(jnp.float32)
     codes_W = jnp.clip(jnp.round(x_W / divisor_1), -levels, levels).astype(jnp.int8)
@@ -37,19 +37,19 @@ def quantize(x_W: jax.Array, bits: int) -> Quantized:
 
 
 def dequantized(x: Quantized | jax.Array) -> jax.Array:
-    """Return the numbers, float32 `[…, W]` if they were quantised, else unchanged."""
+    """Return quantised vectors as float32 `[…, W]`, and arrays unchanged."""
     if not isinstance(x, Quantized):
         return x
     codes_W = x.codes_W
-    if x.bits == 4:  # The shift to the right repeats the sign bit.
+    if x.bits == 4:  # Unpack two numbers per byte. `>>` repeats the sign bit.
         codes_W = jnp.concatenate([(codes_W << 4) >> 4, codes_W >> 4], axis=-1)
     return codes_W.astype(jnp.float32) * x.scale_1.astype(jnp.float32)
 
 
 def rounded(x_W: jax.Array, bits: int) -> jax.Array:
-    """Return vectors after quantisation to `bits` bits and back, in their dtype.
+    """Quantise vectors to `bits` bits and dequantise them to their dtype.
 
-    The backward pass treats the result as `x_W` (straight-through estimator, arXiv 1308.3432).
+    Gradients pass through unchanged (straight-through estimator, arXiv 1308.3432).
     """
     change_W = dequantized(quantize(x_W, bits)).astype(x_W.dtype) - x_W
     return x_W + jax.lax.stop_gradient(change_W)

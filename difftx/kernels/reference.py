@@ -1,4 +1,4 @@
-"""Reference attention by the formulas of `weight_functions.py`, in float32 or wider, with O(T²) memory.
+"""Reference attention, computed with the formulas in `weight_functions.py` in float32 or wider, with O(T²) memory.
 
 Tests compare all other backends with this module.
 """
@@ -16,7 +16,7 @@ from difftx.kernels.weight_functions import WeightFunction
 def weighted_attention(
     weight_function: WeightFunction, q_BTHGd, k_BSKGd, v_BSKE, weight_argument_BTH, segment_ids_BS=None, **options
 ) -> jax.Array:
-    """Compute attention whose weights `weight_function` computes from logits (`difftx.kernels.weighted_attention`)."""
+    """Compute attention with `weight_function`. `difftx.kernels.weighted_attention` documents the arguments."""
     arguments = [*jnp.moveaxis(_logits(q_BTHGd, k_BSKGd, segment_ids_BS, **options), 2, 0)]
     if weight_argument_BTH is not None:
         arguments.append(jnp.moveaxis(weight_argument_BTH, 2, 1)[..., None])

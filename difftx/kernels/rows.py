@@ -1,7 +1,7 @@
 """Attention weights of a few selected queries, for analysis.
 
-Attention backends do not return attention weights, so this module computes the rows of the selected queries separately.
-The result covers all heads but few queries, `[B, C, H, S]`, so its size is linear in the length of a row.
+Attention backends do not return attention weights, so this module computes them for selected queries. The result
+`[B, C, H, S]` covers all heads but only C queries, so its size is linear in the length of a row.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), C = selected queries, H = query heads,
 #   K = key/value heads, R = H / K = query heads per key/value head,
@@ -22,27 +22,27 @@ from difftx.kernels.weight_functions import WeightFunction, difference
 class AttentionRows(NamedTuple):
     """Attention weights and logits of selected queries in one layer, float32."""
 
-    weights_BCHS: jax.Array  # Attention weights that multiply V, such as A1 - λ A2.
-    logits_BCHGS: jax.Array  # Logits of each group after the factor 1/√d. Masked keys have minus infinity.
-    lam_BCH: jax.Array | None  # λ of each query if the weights are A1 - λ A2 with A_g = softmax(logits_g), else None.
+    weights_BCHS: jax.Array  # The weights that multiply V, such as A1 - λ A2.
+    logits_BCHGS: jax.Array  # Logits of each group, scaled by 1/√d. They are minus infinity for masked keys.
+    lam_BCH: jax.Array | None  # λ per query for weights A1 - λ A2 with A_g = softmax(logits_g). Other weights: None.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionWeights:
-    """Attention weights of one layer, float32, with the axes heads, queries and keys: `[H, T, T]`, or `[B, H, T, T]`.
+    """Attention weights of one layer, float32 `[H, T, T]` or `[B, H, T, T]` (heads, queries, keys).
 
-    An architecture that does not subtract has only one attention: `a1` is `difference`, and `a2` and `lam` are None.
+    For architectures without a second attention, `a1` equals `difference`, and `a2` and `lam` are None.
     """
 
     a1: Any
     a2: Any | None
-    lam: Any | None  # λ of each head and query, `[…, H, T, 1]`, so that `a1 - lam * a2` is the difference.
+    lam: Any | None  # λ of each head and query, `[…, H, T, 1]`. `difference` is `a1 - lam * a2`.
     difference: Any  # The weights that multiply the values.
 
     @classmethod
     def of(cls, rows: AttentionRows) -> "AttentionWeights":
-        """Return the attention weights `[B, H, C, S]` of selected queries."""
+        """Convert `AttentionRows` to attention weights `[B, H, C, S]`."""
         difference_BHCS = jnp.moveaxis(rows.weights_BCHS, 1, 2)
         if rows.lam_BCH is None:
             return cls(difference_BHCS, None, None, difference_BHCS)
@@ -61,9 +61,9 @@ def attention_rows(
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
 ) -> AttentionRows:
-    """Return the causal attention weights of selected queries, whose int32 positions in their rows are `queries_BC`.
+    """Return the causal attention weights of the queries at the int32 row positions `queries_BC`.
 
-    The other arguments are those of `difftx.kernels.weighted_attention`. Each device must hold whole rows.
+    `difftx.kernels.weighted_attention` documents the other arguments. Each device must hold whole rows.
     """
     weight_argument_BTH = None if weight_argument is None else broadcast_to_tokens(weight_argument, q_BTHGd)
     operands = (q_BTHGd, k_BSKGd, weight_argument_BTH, queries_BC, segment_ids_BT)

@@ -1,7 +1,7 @@
-"""Attention by JAX's splash attention on TPUs: softmax attention, and differential attention as a difference of two.
+"""Attention by JAX's splash attention on TPUs. Differential attention is a difference of two softmax attentions.
 
-Splash attention is flash attention with sparse masks: it skips tiles that the mask hides. Its values may be wider than
-its keys, so differential attention takes two calls, one per group, each with all of V.
+Splash attention is flash attention that skips tiles that the mask hides. It accepts values wider than keys, so
+differential attention needs one call per group, each with all of V.
 """
 # Axes: B = batch, T = query tokens on one device, S = key tokens of a whole row (= T unless rows are
 #   sharded along their tokens), X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads,
@@ -20,16 +20,16 @@ from difftx.kernels import target
 from difftx.kernels.backend import SAVED, AttentionCall, difference, pad_to
 from difftx.kernels.pallas_tpu_kernels import tile_side
 
-MAX_SIDE = 512  # Largest side of a tile in tokens, unless a backend names another one.
-FUSED_TOKENS = 4096  # Longest row for the fused backward pass, which stores one copy of dQ per key tile.
+MAX_SIDE = 512  # Default for the largest side of a tile in tokens.
+FUSED_TOKENS = 4096  # Longest row for the fused backward pass. It stores one copy of dQ per key tile.
 
 
 def attention(
     q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None, max_side=MAX_SIDE
 ) -> jax.Array:
-    """Compute softmax attention `[B, T, H, E]`, or (A1 - λ A2) V by one call of splash per group.
+    """Compute softmax attention, or (A1 - λ A2) V by one call of splash per group. The output is `[B, T, H, E]`.
 
-    On other platforms than TPU, the Pallas interpreter runs. `max_side` is the largest side of a tile in tokens.
+    On platforms other than TPU, the Pallas interpreter runs. `max_side` is the largest side of a tile in tokens.
     """
     call = functools.partial(_softmax_attention, window=window, sharding=sharding, max_side=max_side)
     outs_BTHE = [call(q_BTHGd[..., g, :], k_BSKGd[..., g, :], v_BSKE, segment_ids_BT) for g in range(q_BTHGd.shape[3])]
@@ -37,7 +37,7 @@ def attention(
 
 
 def _softmax_attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, sharding, max_side) -> jax.Array:
-    # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√d.
+    # Splash's kernel computes one key/value head with its R query heads, has no batch axis and does not scale by 1/√d.
     B, T, H, d = q_BTHd.shape
     S, K = k_BSKd.shape[1:3]
     side = tile_side(S, sharding, max_side)
@@ -45,7 +45,7 @@ def _softmax_attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, shardi
     Y = X if sharding is None else T
     kernel = _kernel(X, T, H // K, side, window=window, is_fused=S <= FUSED_TOKENS, sharding=sharding)
 
-    # Copies of the last token pad the rows. The causal mask hides the copies from all real queries.
+    # Pad the rows with copies of the last token. The causal mask hides the copies from all real queries.
     padded = functools.partial(pad_to, axis=1, mode="edge")
     q_BKRYd = (padded(q_BTHd, Y) * jnp.asarray(d**-0.5, q_BTHd.dtype)).reshape(B, Y, K, H // K, d)
     q_BKRYd = q_BKRYd.transpose(0, 2, 3, 1, 4)
@@ -60,11 +60,11 @@ def _softmax_attention(q_BTHd, k_BSKd, v_BSKE, segment_ids_BT, *, window, shardi
 
 
 def _kernel(X, T, R, side, *, window, is_fused, sharding) -> splash.SplashAttentionKernel:
-    """Return splash's kernel for one key/value head. If `is_fused`, one kernel computes all gradients, else two do."""
+    """Return splash's kernel for one key/value head. With `is_fused`, one kernel instead of two computes gradients."""
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
         mask = splash_mask.LocalMask((X, X), (window - 1, 0), offset=0)
-    if sharding is not None:  # List the positions of the queries device by device, each in its order of chunks.
+    if sharding is not None:  # List the query positions of all devices, in the order of their chunks.
         chunk = T // sharding.chunks
         starts = [start for device in range(sharding.devices) for start in sharding.starts(device, chunk)]
         mask.q_sequence = np.concatenate([start + np.arange(chunk, dtype=np.int32) for start in starts])
@@ -82,8 +82,8 @@ def _kernel(X, T, R, side, *, window, is_fused, sharding) -> splash.SplashAttent
     if sharding is None:
         return kernel
 
-    # The kernel holds arrays that describe the mask for the queries of all devices. Their shapes are
-    # [heads, query tiles, …] or [queries]. Each device takes its slice.
+    # The kernel's mask arrays, [heads, query tiles, …] or [queries], cover the queries of all devices. Select this
+    # device's slice.
     def of_this_device(mask_info: jax.Array) -> jax.Array:
         axis = min(1, mask_info.ndim - 1)
         size = mask_info.shape[axis] // sharding.devices
@@ -93,7 +93,7 @@ def _kernel(X, T, R, side, *, window, is_fused, sharding) -> splash.SplashAttent
 
 
 def unsupported(call: AttentionCall, max_side: int = MAX_SIDE) -> str | None:
-    """Return the reason why splash attention cannot serve a call, or None."""
+    """Return why splash attention cannot serve a call, or None if it can."""
     T = call.q.shape[1]
     side = tile_side(T, call.sharding, max_side)
     if max_side != MAX_SIDE and side == tile_side(T, call.sharding, MAX_SIDE):

@@ -1,4 +1,4 @@
-"""The device for which a computation is compiled: that of the current abstract mesh, or else JAX's default device."""
+"""Properties of the device to compile for: the current abstract mesh's device, or JAX's default device."""
 
 import re
 
@@ -6,7 +6,7 @@ import jax
 
 HOPPER = 9  # Major compute capability. 8 is Ampere and Ada, 10 and 12 are Blackwell.
 
-# Compute capability of NVIDIA GPUs by a part of JAX's name of their kind (developer.nvidia.com/cuda-gpus).
+# Compute capability of NVIDIA GPUs (developer.nvidia.com/cuda-gpus). A key is a part of JAX's device kind.
 _COMPUTE_CAPABILITIES = {
     "A100": (8, 0),
     "L4": (8, 9),
@@ -15,7 +15,7 @@ _COMPUTE_CAPABILITIES = {
     "B200": (10, 0),
 }
 LARGE_MEMORY_BYTES = 40e9
-# Parts of JAX's names of the kinds of device with at least this memory. "TPU v5" is v5p, and "TPU v5 lite" v5e.
+# Matches the device kinds with at least this much memory. "TPU v5" is v5p, and "TPU v5 lite" is v5e.
 _LARGE_MEMORY = re.compile("A100|H100|H200|H800|H20|B200|TPU v5(?! lite)|TPU7x")
 
 
@@ -33,7 +33,7 @@ def device_kind() -> str:
 
 
 def has_large_memory() -> bool:
-    """Return whether the target has at least `LARGE_MEMORY_BYTES`. An attached device states what JAX may use."""
+    """Return whether the target has at least `LARGE_MEMORY_BYTES`. For an attached device, count what JAX may use."""
     kind, attached = device_kind(), jax.local_devices()[0]
     if attached.device_kind == kind:
         return (attached.memory_stats() or {}).get("bytes_limit", 0) >= LARGE_MEMORY_BYTES
@@ -41,9 +41,9 @@ def has_large_memory() -> bool:
 
 
 def compute_capability(kind: str | None = None) -> tuple[int, int]:
-    """Return major and minor compute capability of a kind of NVIDIA GPU, by default the target's, or (0, 0) if unknown.
+    """Return the compute capability (major, minor) of a kind of NVIDIA GPU, or (0, 0) if it is unknown.
 
-    A GPU of this kind that is attached states its own.
+    `kind` defaults to the target's. If such a GPU is attached, ask it.
     """
     kind, attached = kind or device_kind(), jax.devices()[0]
     if attached.device_kind == kind:

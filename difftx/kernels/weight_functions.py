@@ -1,8 +1,8 @@
-"""Weight functions, which compute attention weights from logits: softmax, the difference of two, and variants.
+"""Functions that compute attention weights from logits: softmax, the difference of two softmaxes, and variants.
 
 A weight function takes one array of logits per group and, in some cases, one number per query, all float32. The logits
-of masked keys are minus infinity or `MASKED`. The logits must cover all keys of a query, as they do in `xla.py` (chunks
-of queries), `reference.py`, `cached.py` (key/value cache) and `rows.py` (selected queries).
+of masked keys are minus infinity or `MASKED`. The logits must cover all keys of a query, so fused kernels with an
+online softmax cannot call weight functions.
 """
 # Axes: C = queries, S = keys. The names omit the leading axes (batch, heads).
 
@@ -13,15 +13,15 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # Finite logit of a masked key. With minus infinity, the weights of a query without keys would be NaN.
+MASKED = -1e30  # Logit of a masked key. With minus infinity, a query without visible keys would get NaN weights.
 
-# A weight function takes logits [..., C, S] of each group, and optionally one number per query, [..., C, 1]. It returns
-# the attention weights, [..., C, S].
+# Maps the logits [..., C, S] of each group, and optionally one number per query [..., C, 1], to attention weights
+# [..., C, S].
 type WeightFunction = Callable[..., jax.Array]
 
 
 def softmax(logits_CS: jax.Array) -> jax.Array:
-    """Return softmax over keys."""
+    """Return the softmax over keys."""
     return jax.nn.softmax(logits_CS, axis=-1)
 
 
@@ -31,7 +31,7 @@ def difference(logits1_CS: jax.Array, logits2_CS: jax.Array, lam_C1: jax.Array) 
 
 
 def softmax_with_sink(logits_CS: jax.Array, sink_C1: jax.Array) -> jax.Array:
-    """Return exp(z) / (exp(s) + Σ exp(z)), softmax with an attention sink of logit s.
+    """Return exp(z) / (exp(s) + Σ exp(z)), the softmax with an attention sink of logit s.
 
     The sink acts as one more key with a value of zero, so the weights of a query sum to less than 1. s = 0 gives
     softmax-off-by-one (E. Miller, "Attention is off by one", 2023). gpt-oss learns one s per head.
@@ -42,7 +42,7 @@ def softmax_with_sink(logits_CS: jax.Array, sink_C1: jax.Array) -> jax.Array:
 
 
 def top_k_softmax(logits_CS: jax.Array, *, k: int) -> jax.Array:
-    """Return softmax over the k largest logits of each row: explicit sparse attention, arXiv 1912.11637.
+    """Return the softmax over the k largest logits of each query (explicit sparse attention, arXiv 1912.11637).
 
     Logits equal to the k-th largest are kept too. A query with fewer than k visible keys attends to all of them.
     """
@@ -51,7 +51,7 @@ def top_k_softmax(logits_CS: jax.Array, *, k: int) -> jax.Array:
 
 
 def signed_softmax(logits1_CS: jax.Array, logits2_CS: jax.Array) -> jax.Array:
-    """Return softmax(logits1) ∘ tanh(logits2), softmax weights with a learned sign and scale for each entry."""
+    """Return softmax(logits1) ∘ tanh(logits2): softmax weights, each with a learned sign and scale."""
     return softmax(logits1_CS) * jnp.tanh(logits2_CS)
 
 
@@ -63,16 +63,15 @@ def quantized(
     granularity: Literal["query", "token"],
     mesh_axes: tuple[str, ...] | str | None = None,
 ) -> jax.Array:
-    """Return the attention weights of a weight function for logits that are quantised to `bits` (at least 2) bits.
+    """Quantise the logits to `bits` (at least 2) bits, then call `weight_function`.
 
-    The quantisation is dynamic and absmax: each logit z becomes z' = s round(z / s) with s = max|z| / (2^(bits-1) - 1),
-    so that |z' - z| <= s / 2. The backward pass treats z' as z (straight-through estimator, arXiv 1308.3432). The
-    maximum runs over the visible keys of one query. It therefore does not depend on later tokens, on chunks, on the
-    batch or on the use of a cache.
+    The quantisation is dynamic absmax: each logit z becomes z' = s round(z / s) with s = max|z| / (2^(bits-1) - 1), so
+    |z' - z| <= s / 2. The backward pass treats z' as z (straight-through estimator, arXiv 1308.3432). The maximum is
+    over the visible keys of one query, so it does not depend on later tokens, on chunks, on the batch or on a cache.
 
-    The first `groups` arguments are logits. Further arguments reach `weight_function` unchanged. With `granularity` =
-    "query", each head and group of a query has its own scale s. With "token", all heads and groups of a query share
-    one. In that case, inside `jax.shard_map`, `mesh_axes` must name the mesh axes that shard the heads.
+    The first `groups` arguments are logits. Other arguments reach `weight_function` unchanged. With `granularity` =
+    "query", each head and group of a query has its own scale s. With "token", all heads and groups of a query share one
+    scale. Inside `jax.shard_map`, "token" requires `mesh_axes`, the names of the mesh axes that shard the heads.
     """
     logits, others = arguments[:groups], arguments[groups:]
     largest = [jnp.max(jnp.where(z_CS > MASKED, jnp.abs(z_CS), 0), axis=-1, keepdims=True) for z_CS in logits]
@@ -86,7 +85,7 @@ def quantized(
 
 def _rounded(logits_CS: jax.Array, largest_C1: jax.Array, bits: int) -> jax.Array:
     scale_C1 = largest_C1 / (2 ** (bits - 1) - 1)
-    scale_C1 = jnp.where(scale_C1 > 0, scale_C1, 1)  # The scale is 0 if no key is visible, for example.
+    scale_C1 = jnp.where(scale_C1 > 0, scale_C1, 1)  # The scale is 0 if, for example, no key is visible.
     seen_CS = jnp.where(logits_CS > MASKED, logits_CS, 0)
     fixed_CS = jax.lax.stop_gradient(seen_CS)
     straight_through_CS = jnp.round(fixed_CS / scale_C1) * scale_C1 + (seen_CS - fixed_CS)

@@ -1,15 +1,15 @@
 """Attention by XLA operations, for any device: differential attention, and attention with any weight function.
 
-Memory is linear in the length of a row, because the queries are processed in chunks, and the backward pass recomputes
-the attention weights of each chunk. Differential attention recomputes them from saved log-sum-exps. It subtracts the
-attention weights, P1 - λ P2, in float32 before the product with V, so one product suffices instead of two.
+Memory is linear in the length of a row: the queries are processed in chunks, and the backward pass recomputes the
+attention weights of each chunk. Differential attention recomputes them from saved log-sum-exps. It computes P1 - λ P2
+in float32 before the product with V, so one product suffices instead of two.
 
-The causal mask hides the keys of a row's second half from the queries of the first half, so those logits are left out.
+Queries in the first half of a row do not see keys in the second half (causal mask), so those logits are not computed.
 """
 # Axes: B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk,
 #   H = query heads, K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
 #   d = width of a query/key sub-head, E = width of a value head
-# `arrays` are the arrays of one chunk by name, such as "q" [B, C, H, G, d] and "position" [C], from `chunks`.
+# `arrays` is a dict from `chunks` with the arrays of one chunk, such as "q" [B, C, H, G, d] and "position" [C].
 
 import functools
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from difftx.kernels.backend import ShardedArrays, pad_to
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.weight_functions import MASKED
 
-# Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
+# Largest number of attention weights per head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
 CHUNK_WEIGHTS = 2**20
-# Shortest row whose queries are split into two spans, which save a quarter of the logits. Four spans would save three
-# eighths, but with smaller products: on CPUs a step took as long, and longer to compile.
+# From this row length, queries are split into two spans, which saves a quarter of the logits. Four spans would save
+# three eighths, but the smaller products made a step on CPUs no faster, and compilation slower.
 SPLIT_TOKENS = 128
 
-# The result of a `dot_general` has the batch axes first, then the free axes of one operand, then those of the other.
-# `jnp.einsum` transposes it if the subscripts name another order. With the orders of axes below, neither JAX nor XLA's
-# CPU backend transposes arrays with an entry per pair of tokens. These transpositions took half of the time.
+# `dot_general` returns the batch axes, then the free axes of the first operand, then those of the second. If the
+# subscripts name another order, `jnp.einsum` transposes the result. With the orders below, neither JAX nor XLA's CPU
+# backend transposes arrays with an entry per pair of tokens. Such transpositions took half of the time.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def forward(
     q_BTHGd, k_BSKGd, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None
 ) -> tuple[jax.Array, ShardedArrays]:
-    """Return the output `[B, T, H, E]` and the log-sum-exps of the logits, float32 `[B, T, H, G]`, for `backward`.
+    """Return the output `[B, T, H, E]`, and for `backward` the logits' log-sum-exps, float32 `[B, T, H, G]`.
 
     Softmax attention has one group, and `lam_BTH` is None.
     """
@@ -48,7 +48,7 @@ def forward(
     def chunk(keys: slice, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         logits_BKRCS = masked_logits(arrays, k_BSKGd, segment_ids_BT, window, keys)
         exp_BKRCS, total_BKRC1, lse_BKRC = zip(*map(_exp, logits_BKRCS), strict=True)
-        # P1's denominator divides the output, which has fewer elements than the weights.
+        # Divide the output by P1's denominator, because the output has fewer elements than the weights.
         weights_BKRCS = exp_BKRCS[0]
         if G == 2:
             lam_BKRC1 = split_heads(arrays["lam"], K)[..., None]
@@ -122,10 +122,10 @@ def backward(
 def weighted_attention(
     weight_function, q_BTHGd, k_BSKGd, v_BSKE, weight_argument_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
-    """Compute attention whose weights `weight_function` computes from logits. JAX derives the gradient."""
+    """Compute attention with weights from `weight_function`. JAX derives the gradient."""
     B, T, H = q_BTHGd.shape[:3]
     K, dtype = k_BSKGd.shape[2], v_BSKE.dtype
-    # Autodiff sums the gradients of keys and values over chunks, in the dtype that k and v have outside of the loop.
+    # Autodiff sums the gradients of keys and values over chunks in the dtype of k and v, so cast k and v to float32.
     wide = np.promote_types(dtype, jnp.float32)
     k_BSKGd, v_BSKE = k_BSKGd.astype(wide), v_BSKE.astype(wide)
 
@@ -143,7 +143,7 @@ def weighted_attention(
 
 
 def largest_logits(q_BTHGd, k_BSKGd, _, __, segment_ids_BT, *, window, sharding=None) -> jax.Array:
-    """Return the largest logit of each query, float32 `[B, T, H, G]`. The arguments are those of `forward`."""
+    """Return the largest logit of each query, float32 `[B, T, H, G]`. The arguments are the same as for `forward`."""
     B, T, H, G, _ = q_BTHGd.shape
 
     def chunk(keys: slice, arrays: dict[str, Any]) -> jax.Array:
@@ -166,13 +166,13 @@ def masked_logits(
 ) -> list[jax.Array]:
     """Return the scaled and masked logits of one chunk of queries for each group, float32 `[B, K, R, C, S]`.
 
-    `keys` are the keys which the queries can see. The groups are separate arrays, because stacking them copies all
-    logits.
+    `keys` is the slice of keys that the queries can see. Each group has its own array, because stacking the groups
+    would copy all logits.
     """
     S, K, G, d = k_BSKGd.shape[1:]
     k_BSKGd = k_BSKGd[:, keys]
-    # The barrier makes the mask depend on the queries. Otherwise JAX would compute the masks of all chunks, T × T in
-    # size, once before the scan over layers.
+    # The barrier makes the mask depend on the queries. Without it, JAX would hoist the masks of all chunks, of size
+    # T × T, out of the scan over layers.
     arrays = jax.lax.optimization_barrier(
         {name: arrays[name] for name in ("q", "position", "segment") if name in arrays}
     )
@@ -190,7 +190,7 @@ def masked_logits(
 def _exp(logits_BKRCS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return exp(logits - maximum), its sum over the keys, `[B, K, R, C, 1]`, and the log-sum-exps, `[B, K, R, C]`.
 
-    Each exponential is computed once. With `jax.nn.logsumexp`, XLA computes it again for the weights.
+    With `jax.nn.logsumexp`, XLA would compute the exponentials a second time for the weights.
     """
     largest_BKRC1 = jnp.max(logits_BKRCS, axis=-1, keepdims=True)
     exp_BKRCS = jnp.exp(logits_BKRCS - largest_BKRC1)
@@ -205,7 +205,7 @@ def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def _spans(tokens: int, window: int | None, sharding: SequenceSharding | None) -> list[tuple[slice, slice]]:
-    """Return spans of queries, and the keys that each of them can see. The shards of a row are not split further."""
+    """Split the queries into spans, and return each span with the keys that it can see. Do not split sharded rows."""
     if sharding is not None or tokens < SPLIT_TOKENS:
         return [(slice(None), slice(None))]
     half = tokens // 2
@@ -224,8 +224,8 @@ def chunks(
 ) -> dict[str, Any]:
     """Split arrays `[B, T, …]` with one entry per query into chunks `[N, B, C, …]`. Zeros pad the last chunk.
 
-    `queries` selects a part of the queries. One array must be "q". The result also has the positions of the queries in
-    their rows, "position" `[N, C]`, and "segment" `[N, B, C]` if there are segment ids. A chunk has at most
+    `queries` selects the queries to keep. One array must be named "q". The result also contains "position" `[N, C]`,
+    the positions of the queries in their rows, and "segment" `[N, B, C]` if there are segment ids. A chunk has at most
     `CHUNK_WEIGHTS` / `groups` pairs of tokens.
     """
     present = {name: x_BT for name, x_BT in arrays_BT.items() if x_BT is not None}
@@ -253,7 +253,7 @@ def joined(x_NBC: jax.Array, tokens: int) -> jax.Array:
 
 
 def _joined_chunks(in_chunks: Any, tokens: int, queries: slice) -> Any:
-    """Call `joined` for each array of a tree, whose chunks are those of a part of `tokens` queries."""
+    """Call `joined` for each array of a tree, if its chunks come from the slice `queries` of `tokens` queries."""
     return jax.tree.map(functools.partial(joined, tokens=len(range(tokens)[queries])), in_chunks)
 
 

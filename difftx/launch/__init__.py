@@ -1,1 +1,1 @@
-"""Cost estimates for devices that are not attached, and sweeps of many training runs."""
+"""Estimate the cost of training on devices that are not attached, and run sweeps of many training runs."""

@@ -1,9 +1,8 @@
-"""FLOPs of the matrix products in a traced program, counted in its jaxpr.
+"""Count the FLOPs of matrix products in a program's jaxpr.
 
-XLA's cost analysis counts the body of a loop once and ignores Pallas kernels. This module walks the equations of a
-jaxpr and of the jaxprs in their parameters (the bodies of `scan`, `cond`, `jit`, `checkpoint` and kernels), and
-multiplies a body by its number of iterations. It counts matrix products only, because memory bandwidth, not arithmetic,
-bounds the other operations of a decoder.
+XLA's cost analysis counts the body of a loop once and ignores Pallas kernels. This module walks all equations of a
+jaxpr, including the bodies of `scan`, `cond`, `jit`, `checkpoint` and kernels, and multiplies a body by its number of
+iterations. It counts only matrix products, because memory bandwidth limits the other operations of a decoder.
 """
 
 import math
@@ -16,21 +15,21 @@ from jax.extend import core
 
 from difftx.kernels.backend import CUDNN_FORWARD, WINDOW_SCOPE, visible_keys
 
-# Kernel (difftx/kernels/pallas_gpu*.py) → number of matrix products over the causal half of the T × T attention weights
-# of a head. Mosaic GPU kernels carry no cost estimate, and the lengths of their loops are known only on the device.
+# Kernel (difftx/kernels/pallas_gpu*.py) → number of matrix products per head over the causal half of the T × T
+# attention weights. Mosaic GPU kernels have no cost estimate, and their loop lengths are known only on the device.
 MOSAIC_GPU_PRODUCTS = {"difftx_forward": 6, "difftx_dkv": 8, "difftx_dq": 6}
-# The same for JAX's primitives of cuDNN's attention. Forward: S = Q Kᵀ and P V. Backward: S again, dP, dV, dQ and dK.
+# The same for cuDNN's attention (JAX primitives). Forward: S = Q Kᵀ and P V. Backward: S again, dP, dV, dQ and dK.
 CUDNN_PRODUCTS = {CUDNN_FORWARD: 2, "dot_product_attention_bwd_wrapper": 5}
 
 
 def executed_flops(
     jaxpr: core.ClosedJaxpr | core.Jaxpr, window: int | None = None, *, only_8_bits: bool = False
 ) -> float:
-    """Return the FLOPs that one device executes in matrix products, where a multiply-add is two FLOPs.
+    """Return the FLOPs that one device executes in matrix products. A multiply-add is two FLOPs.
 
     A conditional counts as its most expensive branch, and a loop of unknown length as one iteration. `window` is the
-    window of attention that an outer program has named by `difftx.kernels.backend.window_scope`. With `only_8_bits`,
-    count only products of 8-bit operands, which no attention kernel has.
+    attention window that an enclosing `difftx.kernels.backend.window_scope` has recorded. With `only_8_bits`, count
+    only products of 8-bit operands. Attention kernels have no such products.
     """
     return sum(_equation_flops(equation, window, only_8_bits) for equation in jaxpr.eqns)
 
@@ -66,15 +65,15 @@ def _product_flops(equation: core.JaxprEqn) -> float:
     flops = 2 * out.size * math.prod(left.shape[i] for i in left_contracted)
     if out.sharding.mesh.empty:
         return flops
-    # A device computes its shard of the output from its shards of the contracted dimensions. A contracted dimension
-    # that is sharded in only one operand is gathered first, so its mesh axis does not divide the work.
+    # The mesh axes of the output divide the work, and so do axes that shard a contracted dimension in both operands. If
+    # only one operand is sharded along a contracted dimension, JAX gathers it first.
     both = _mesh_axes(left, left_contracted) & _mesh_axes(right, right_contracted)
     axes = _mesh_axes(out, range(out.ndim)) | both
     return flops / math.prod(out.sharding.mesh.shape[axis] for axis in axes)
 
 
 def _mesh_axes(array: Any, dimensions: Any) -> set[str]:
-    specs = [array.sharding.spec[i] for i in dimensions]  # Each is None, a name or a tuple of names.
+    specs = [array.sharding.spec[i] for i in dimensions]  # Entries are None, a name or a tuple of names.
     return {axis for spec in specs if spec is not None for axis in (spec if isinstance(spec, tuple) else (spec,))}
 
 
@@ -83,27 +82,27 @@ def _pallas_flops(equation: core.JaxprEqn, window: int | None) -> float:
     if params["cost_estimate"] is not None:
         return params["cost_estimate"].flops
     grid = params["grid_mapping"].grid
-    of_tile = executed_flops(params["jaxpr"])
+    tile_flops = executed_flops(params["jaxpr"])
     if "splash" not in str(params.get("name") or params.get("name_and_src_info")):
-        return of_tile * math.prod(grid)
-    # JAX's splash attention visits square tiles of T × T, but computes only those with pairs that the mask leaves.
+        return tile_flops * math.prod(grid)
+    # JAX's splash attention has a grid over all square tiles of T × T, but computes only tiles that the mask leaves.
     if window is None:
-        return of_tile * math.prod(grid) * (grid[-1] + 1) / (2 * grid[-1])
+        return tile_flops * math.prod(grid) * (grid[-1] + 1) / (2 * grid[-1])
     avals: list[Any] = [v.aval for v in equation.invars]
     q, k, *_ = (a for a in avals if jnp.issubdtype(a.dtype, jnp.floating))
     side = params["grid_mapping"].block_mappings[0].block_shape[-2].block_size
     key_tiles = k.shape[-2] // side
-    reach = min(key_tiles, (window - 2) // side + 2)  # Tiles of keys that a tile of queries sees, if it is not early.
-    return of_tile * math.prod(q.shape[:-1]) / side * (reach - reach * (reach - 1) / (2 * key_tiles))
+    reach = min(key_tiles, (window - 2) // side + 2)  # Key tiles that a query tile sees, except at the start.
+    return tile_flops * math.prod(q.shape[:-1]) / side * (reach - reach * (reach - 1) / (2 * key_tiles))
 
 
 def _causal_flops(equation: core.JaxprEqn, window: int | None, *, rank: int, products: int) -> float:
-    """Return the FLOPs of `products` matrix products over the visible part of T × T attention weights, for all heads.
+    """Return the FLOPs of `products` matrix products over the unmasked part of T × T attention weights, for all heads.
 
-    Without a window, the visible part is the causal half.
+    Without a window, the unmasked part is the causal half.
     """
     arrays: list[Any] = [v.aval for v in equation.invars]
-    # The queries, `[B, T, H, …, D]`, have the largest shape with `rank` axes, because keys may have fewer heads.
+    # Of the inputs with `rank` axes, the queries `[B, T, H, …, D]` have the largest shape. Keys may have fewer heads.
     batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)
     visible_pairs = batch * heads * tokens * visible_keys(tokens, window)
     return products * 2 * width * visible_pairs

@@ -1,7 +1,7 @@
-"""Cost of one train step on devices that are not attached, and tables of such costs.
+"""Estimate the cost of a train step on devices that are not attached, and show estimates in tables.
 
 JAX compiles the step for a description of the devices (topology.py) and does not run it. The compiler reports the
-memory, the optimised HLO contains the communication (hlo.py), and the jaxpr the arithmetic (arithmetic.py).
+memory. The communication is read from the optimised HLO (hlo.py), and the arithmetic from the jaxpr (arithmetic.py).
 """
 
 import dataclasses
@@ -56,24 +56,24 @@ class Estimate:
     accumulation: int
     argument_bytes: int  # Size of the train state and the batch.
     output_bytes: int
-    alias_bytes: int  # Part of the output that is written into the memory of donated arguments.
-    temporary_bytes: int  # Total size of all activations, gradients and gathered parameters.
-    allocated_bytes: int  # Memory for arguments, outputs and temporaries. Temporaries may reuse each other's memory.
+    alias_bytes: int  # Size of the outputs that reuse the memory of donated arguments.
+    temporary_bytes: int  # Total size of activations, gradients and gathered parameters.
+    allocated_bytes: int  # Memory for arguments, outputs and temporaries. Temporaries may share memory.
     code_bytes: int  # Size of the machine code.
     chip: Chip  # Memory and bandwidths of the device.
     compile_seconds: float
-    executed_flops: float  # FLOPs that one device executes, recomputation included.
-    low_precision_flops: float  # Those of them in products of 8-bit operands (`model.matmul`).
+    executed_flops: float  # FLOPs that one device executes, including recomputation.
+    low_precision_flops: float  # Part of `executed_flops` in products of 8-bit operands (`model.matmul`).
     model_flops: float  # FLOPs of the model over all devices: 6 N + 12 L T d_model per token.
-    model_flops_causal: float  # The same with causal attention: 6 N + 6 L T d_model per token.
+    model_flops_causal: float  # `model_flops` without masked attention: 6 N + 6 L T d_model per token.
     peak_flops: float | None  # Peak bfloat16 FLOP/s of one device, or None if unknown.
     low_precision_peak: float | None  # Peak FLOP/s in 8-bit products, or None if unknown or not used.
-    # Kind → runs per step, and bytes sent within a slice or GPU host and over the network.
+    # Kind of collective → runs per step, bytes sent within a slice or GPU host, and bytes sent over the network.
     collectives: dict[str, dict[str, float]]
     attention: str  # Name of the attention kernel.
-    cudnn: bool  # Whether cuDNN computes attention. The GPU itself compiles such calls, so their workspace is unknown.
+    cudnn: bool  # Whether cuDNN computes attention. Its workspace is unknown without a GPU.
     step_tokens: int  # Number of tokens in a global batch.
-    steps: int  # Number of steps of the configured run.
+    steps: int  # Number of steps in the configured run.
 
     @property
     def devices(self) -> int:
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Memory that the step needs on one device, program code included."""
+        """Memory that the step needs on one device, including program code."""
         return self.allocated_bytes + self.code_bytes
 
     @property
@@ -90,7 +90,7 @@ class Estimate:
 
     @property
     def bound(self) -> "Bound | None":
-        """Lower bound of the step's time, or None if the device's peak FLOP/s or a bandwidth is unknown."""
+        """Lower bound for the time of a step, or None if the device's peak FLOP/s or a bandwidth is unknown."""
         chip = self.chip
         if self.peak_flops is None or chip.hbm_bandwidth is None or chip.interconnect is None or chip.network is None:
             return None
@@ -113,7 +113,7 @@ class Estimate:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and derived numbers as a JSON object."""
+        """Return all fields and all derived numbers as a JSON object."""
         derived = {"devices": self.devices, "needed_bytes": self.needed_bytes, "fits": self.fits}
         bound = {} if self.bound is None else dataclasses.asdict(self.bound)
         return dataclasses.asdict(self) | derived | bound
@@ -121,20 +121,23 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Lower bound of a step's time: arithmetic, communication and memory at the data sheet's speeds, overlapped."""
+    """Lower bound for the time of a step, if arithmetic, communication and memory traffic overlap perfectly.
 
-    arithmetic_seconds: float  # Time of the executed matrix products at the device's peak FLOP/s, by their precision.
-    # Time to send all bytes. Traffic within slices or GPU hosts overlaps with traffic over the network.
+    Each of the three runs at the speed in the device's data sheet.
+    """
+
+    arithmetic_seconds: float  # Time of the executed matrix products at the device's peak FLOP/s for their precision.
+    # Time to send all bytes. Traffic within a slice or GPU host overlaps with traffic over the network.
     collective_seconds: float
     state_seconds: float  # Time to read the train state and the batch from memory and to write the new state.
     step_seconds: float  # The largest of arithmetic, collective and state seconds.
-    mfu: float  # Upper bound of the model FLOPs utilisation: model FLOPs / (devices × bfloat16 peak × step seconds).
-    mfu_causal: float  # The same with `model_flops_causal`.
-    days: float  # Lower bound of the configured run's time.
+    mfu: float  # Upper bound for the MFU: model FLOPs / (devices × bfloat16 peak × step seconds).
+    mfu_causal: float  # Upper bound for the MFU with `model_flops_causal`.
+    days: float  # Lower bound for the time of the configured run.
 
 
 def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
-    """Trace the train step that `difftx.training.loop` runs, with shapes and shardings in place of arrays."""
+    """Trace the train step of `difftx.training.loop` with abstract arrays that have only shapes and shardings."""
     with jax.set_mesh(mesh):
         state = on_mesh(jax.eval_shape(lambda: init_state(config)), mesh)
         sharding = jax.NamedSharding(mesh, Layout().act_BT)
@@ -149,7 +152,7 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
-    """Compile the train step for devices, and return its cost. Raise `DoesNotFitError` if it needs too much memory."""
+    """Compile the train step for `devices` and return its cost. Raise `DoesNotFitError` if it needs too much memory."""
     mesh = make_mesh(config.mesh, devices)
     fit(config, mesh)
     start = time.perf_counter()
@@ -157,7 +160,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         with cudnn.checked_for_target(CUDNN_VERSION):
             traced = trace_step(config, mesh)
             compiled = traced.lower().compile()
-            # Like XLA, leave out gradients that nothing uses: those of frozen parameters.
+            # Remove unused gradients (of frozen parameters) before counting FLOPs, as XLA does.
             program = traced.jaxpr.jaxpr
             executed, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
             attention = attention_kernel(config, mesh)
@@ -179,7 +182,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        # jaxlib 0.11 does not report the sum of all allocations, which XLA may have rounded up.
+        # jaxlib 0.11 does not report the total of all allocations, so add the sizes. XLA may round allocations up.
         allocated_bytes=getattr(memory, "total_allocation_bytes", inputs_and_outputs + memory.temp_size_in_bytes),
         code_bytes=memory.generated_code_size_in_bytes,
         chip=chip,
@@ -199,7 +202,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
 
 
 def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
-    """Return a table that explains an estimate. The row "days, likely" assumes `efficiency` times the bound's speed."""
+    """Return a table that explains an estimate. "days, likely" assumes `efficiency` times the speed of the bound."""
     out = rich.table.Table(title=title, title_justify="left", show_header=False)
     out.add_column("what", no_wrap=True)
     out.add_column("value", justify="right", no_wrap=True)
@@ -265,7 +268,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
 
 
 def search_table(found: Sequence[Estimate], title: str) -> rich.table.Table:
-    """Return a table of estimates, one per row, in the given order."""
+    """Return a table with one estimate per row, in the given order."""
     out = rich.table.Table(title=title, title_justify="left")
     for name in ("mesh", "remat", "accumulation", "memory", "arithmetic", "collectives", "MFU", "days"):
         out.add_column(name, justify="left" if name in ("mesh", "remat") else "right", no_wrap=True)
@@ -279,7 +282,7 @@ def search_table(found: Sequence[Estimate], title: str) -> rich.table.Table:
 
 
 def _mesh_text(e: Estimate) -> str:
-    """Return the mesh axes of more than one device, such as `fsdp=16 tensor=4`."""
+    """Return the mesh axes with more than one device as text, such as `fsdp=16 tensor=4`."""
     axes = [f"{axis}={size}" for axis, size in e.mesh.items() if size > 1]
     if e.slices > 1:
         axes.append(f"slices={e.slices}")
@@ -301,7 +304,7 @@ def _totals_by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, fl
 
 
 def _does_not_fit(message: str) -> DoesNotFitError | None:
-    """Parse libtpu's "HLO temporaries (57.43G) exceeds available HBM (15.75G)". Return None for another message."""
+    """Parse libtpu's error "HLO temporaries (57.43G) exceeds available HBM (15.75G)". Return None for other errors."""
     # The first number includes the arguments, although libtpu calls it temporaries.
     found = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", message)
     if found is None:

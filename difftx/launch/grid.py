@@ -1,4 +1,4 @@
-"""The runs of a sweep. There is one for each combination of a grid's values, with a checked config and a name."""
+"""The runs of a sweep: one per combination of the grid's values, each with a checked config and a name."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from difftx.data.tokenizers import with_vocabulary
 from difftx.errors import UserError, closest, did_you_mean
 from difftx.training.fit import fit
 
-# Fields that `--grid seed=…` sets. Runs with the same seed see the data in the same order.
+# Fields that `--grid seed=…` sets together. Runs with the same seed see the data in the same order.
 SEED_FIELDS = ("train.seed", "data.seed")
 
 
@@ -32,7 +32,7 @@ class SweepPoint:
     extensions: Sequence[Path] = ()  # Python files, for the flags --extension.
 
     def flags(self, workdir: str | os.PathLike[str]) -> list[str]:
-        """Return the arguments with which `difftx train` trains this run in `workdir`."""
+        """Return the arguments of `difftx train` for this run in `workdir`."""
         changes = [f"--config.{field}={value}" for field, value in self.overrides.items()]
         files = [f"--extension={path}" for path in self.extensions]
         return [f"--config={self.spec}", f"--workdir={workdir}", *files, *changes]
@@ -57,8 +57,9 @@ def make_points(
 ) -> list[SweepPoint]:
     """Return a point for each combination of the grid's values. All points share the overrides and extensions.
 
-    A name in the grid is "seed", a config field such as "train.steps", or a placeholder in the argument of the config
-    file. `spec` is `NAME` or `FILE.py`, with `:ARG` if the grid fills no placeholder.
+    A name in the grid is "seed", a config field such as "train.steps", or a placeholder in the recipe's argument, such
+    as "size" in "{architecture}-{size}". `spec` is `NAME` or `FILE.py`, followed by `:ARG` unless the grid sets the
+    placeholders.
     """
     path, argument = split_spec(spec)
     form = argument_of(path) or ""
@@ -95,7 +96,7 @@ def make_points(
 def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid: Mapping[str, Sequence[str]]) -> None:
     for name in [name for name in grid if name not in (*slots, "seed")]:
         try:
-            annotation_of(name)  # Also finds the groups of architectures.
+            annotation_of(name)  # Raise an error if there is no such field, including fields of architectures.
         except UserError as error:
             meant = closest(name, slots) or field_named(name) or field_named(name.rpartition(".")[2])
             fields = (field for field, _ in marks(Config))

@@ -1,4 +1,4 @@
-"""Measurements of a machine: matrix products, memory, collectives, and the folder or bucket of a run."""
+"""Measure the speed of a machine: matrix products, memory, collectives, and the folder or bucket of a run."""
 
 import os
 import statistics
@@ -19,35 +19,35 @@ from difftx.storage import objects
 from difftx.storage.paths import BucketPath
 from difftx.storage.reading import BUFFER_BYTES
 
-REPEATS = 5  # The fastest of these repeats counts, because other work on the machine only slows a repeat down.
+REPEATS = 5  # Report the fastest of these repeats, because other work on the machine only makes repeats slower.
 FILE_BYTES = 64 * 2**20
-SMALL_READS = 9  # Small reads, of which the median counts.
+SMALL_READS = 9  # Report the median time of this many small reads.
 
 
 def fastest_seconds(call: Callable[[], Any]) -> float:
-    """Return the seconds of the fastest of `REPEATS` calls, after one that compiles."""
+    """Call `call` once to compile it. Return the seconds of the fastest of `REPEATS` further calls."""
     jax.block_until_ready(call())
     return min(seconds_per_call(call, 1) for _ in range(REPEATS))
 
 
 def matmul_flops(dtype: str, size: int) -> float:
-    """Return the FLOP/s of one device for the product of two square matrices with `size` rows."""
+    """Measure the FLOP/s of one device in a product of two square matrices with `size` rows."""
     a = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: a @ a)
     return 2 * size**3 / fastest_seconds(lambda: product(a))
 
 
 def memory_bandwidth(count: int) -> float:
-    """Return the bytes/s that one device reads and writes when it adds 1 to `count` float32 numbers."""
+    """Measure the bytes/s that one device reads and writes while it adds 1 to `count` float32 numbers."""
     x = jnp.zeros(count, jnp.float32)
     add = jax.jit(lambda x: x + 1)
     return 2 * x.nbytes / fastest_seconds(lambda: add(x))
 
 
 def collective_bandwidths(mesh: jax.sharding.Mesh, count: int) -> dict[str, float]:
-    """Return the bytes/s that each device receives when it gathers `count` float32 numbers, by axis of the mesh.
+    """Measure the bytes/s that each device receives in an all-gather of `count` float32 numbers, by mesh axis.
 
-    Axes of size 1 do not communicate, and are left out.
+    Axes of size 1 do not communicate and are left out.
     """
     found = {}
     for axis, size in mesh.shape.items():
@@ -61,7 +61,7 @@ def collective_bandwidths(mesh: jax.sharding.Mesh, count: int) -> dict[str, floa
 
 
 def file_speeds(folder: Path) -> dict[str, float]:
-    """Return the bytes/s at which a file in `folder` is written to the disk and read back."""
+    """Measure the bytes/s at which a file in `folder` is written to disk and read back."""
     path, content = folder / f".difftx-doctor-{os.getpid()}", os.urandom(2**20)
     try:
         start = time.perf_counter()
@@ -70,7 +70,7 @@ def file_speeds(folder: Path) -> dict[str, float]:
                 file.write(content)
         written = time.perf_counter()
         with path.open("rb", buffering=0) as file:
-            if sys.platform == "linux":  # Read from the disk, not from the memory of the kernel.
+            if sys.platform == "linux":  # Drop the page cache, to read from the disk.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while file.read(len(content)):
                 pass
@@ -80,7 +80,7 @@ def file_speeds(folder: Path) -> dict[str, float]:
 
 
 def bucket_speeds(folder: BucketPath) -> dict[str, float]:
-    """Return the bytes/s at which an object in `folder` is written and read, and the seconds of a small read."""
+    """Measure the bytes/s at which an object in `folder` is written and read, and the seconds of a small read."""
     path = folder / f"{objects.PROBE}{uuid.uuid4().hex}"
     content = os.urandom(2**20) * (FILE_BYTES // 2**20)
     try:

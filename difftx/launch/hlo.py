@@ -1,7 +1,7 @@
-"""The collectives of a compiled program (all-gather, all-reduce, …), parsed from the text of its optimised HLO.
+"""Find the collectives (all-gather, all-reduce, …) of a compiled program in the text of its optimised HLO.
 
-XLA inserts the collectives while it compiles, so the jaxpr does not contain them, and XLA's own statistics count the
-body of a loop once. `compiled.as_text()` lists computations, one instruction per line:
+XLA inserts collectives during compilation, so the jaxpr does not contain them. XLA's own statistics count the body of a
+loop only once. `compiled.as_text()` lists computations, one instruction per line:
 
     HloModule jit_step, num_partitions=8
     %body (p: (s32[], f32[16])) -> (s32[], f32[16]) {
@@ -11,8 +11,8 @@ body of a loop once. `compiled.as_text()` lists computations, one instruction pe
       %w = (s32[], f32[16]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
     }
 
-The parser starts at the ENTRY computation and follows calls, fusions, asynchronous pairs and loops. It multiplies the
-collectives in a loop's body by the loop's number of iterations. A conditional counts as the branch that sends most.
+The parser starts at the ENTRY computation and follows calls, fusions, asynchronous pairs and loops. Collectives in the
+body of a loop count once per iteration. A conditional counts as the branch that sends the most bytes.
 """
 
 import dataclasses
@@ -37,18 +37,18 @@ _PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction, and the number of times that a step executes it."""
+    """A collective instruction and how often a step executes it."""
 
     kind: str  # One of KINDS.
     operand_bytes: float  # Size of the operands on one device.
     group: int  # Number of devices that communicate with each other.
-    between_slices: bool = False  # Whether these devices belong to different slices of a multi-slice TPU pod.
-    hosts: int = 1  # Number of GPU hosts to which these devices belong.
+    between_slices: bool = False  # Whether the devices of the group belong to different TPU slices.
+    hosts: int = 1  # Number of GPU hosts to which the devices of the group belong.
     runs: int = 1  # Executions per step.
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends in all executions, with bandwidth-optimal (ring) algorithms."""
+        """Bytes that one device sends per step, with bandwidth-optimal (ring) algorithms."""
         others = self.group - 1
         if self.kind == "all-gather":
             return self.runs * self.operand_bytes * others
@@ -71,12 +71,12 @@ class Collective:
         per_host = self.group / self.hosts
         if self.kind == "all-to-all":
             return self.sent_bytes * (self.group - per_host) / (self.group - 1)
-        return self.sent_bytes / per_host  # The network adapters of a host share the rings that leave it.
+        return self.sent_bytes / per_host  # The host's network adapters share this traffic.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-    """A line `%name = type opcode(operands)attributes` of a computation."""
+    """A line `%name = type opcode(operands)attributes` in a computation."""
 
     name: str
     type: str
@@ -86,9 +86,9 @@ class _Instruction:
 
 
 def list_collectives(text: str, host_devices: int | None = None) -> list[Collective]:
-    """Return the collectives in the text of a compiled program, `compiled.as_text()`.
+    """Return all collectives in `text`, the result of `compiled.as_text()`.
 
-    `host_devices` is the number of GPUs per host. None: all devices are on one host or in a TPU slice.
+    `host_devices` is the number of GPUs per host. None: all devices are on one host or are TPUs.
     """
     program = _Program(text, host_devices)
     return program.collectives_of(program.entry)
@@ -104,8 +104,8 @@ class _Program:
 
     def _collectives_of_computation(self, computation: str) -> list[Collective]:
         instructions = self._computations[computation]
-        # libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction. Only
-        # the fusion that starts the collective counts.
+        # libtpu splits an asynchronous collective over several fusions and repeats the instruction in each of them.
+        # Count only the fusion that starts the collective.
         attributes = " ".join(i.attributes for i in instructions if i.opcode == "custom-call")
         is_part = "async_collective_fusion" in computation or '"AsyncCollectiveDone"' in attributes
         if is_part and '"AsyncCollectiveStart"' not in attributes:
@@ -120,14 +120,14 @@ class _Program:
             hosts = max(len(set(group)) for group in (groups // self._host_devices).tolist())
             yield Collective(kind, _operand_bytes(instruction, types), groups.shape[1], hosts=hosts)
         elif instruction.opcode == "send" and (between := _MEGASCALE.search(instruction.attributes)):
-            # libtpu compiles the program of one slice. Transfers to other slices are `send` instructions to the host,
-            # whose attributes name the kind of the collective and the slices.
+            # libtpu compiles the program of one slice. It sends data for other slices to the host, with `send`. The
+            # attributes of `send` name the kind of collective and the slices.
             kind = between[2].lower().replace("_", "-")
             slices = [_integers(part.replace(":", ",")) for part in between[1].split(",")]  # 1,3:5 means 1, 3, 4 and 5.
             group = sum(part[-1] - part[0] + 1 for part in slices)
             yield Collective(kind, _operand_bytes(instruction, types), group, between_slices=True)
         elif instruction.opcode.endswith(("-done", "-update")):
-            return  # The corresponding -start instruction is counted.
+            return  # Only the corresponding -start instruction counts.
         elif instruction.opcode == "conditional":
             branches = _names(" ".join(_BRANCHES.findall(instruction.attributes)))
             yield from max(map(self.collectives_of, branches), key=lambda found: sum(c.sent_bytes for c in found))
@@ -135,19 +135,19 @@ class _Program:
             runs = self._trip_count(instruction) if instruction.opcode == "while" else 1
             for name in _CALLED.findall(instruction.attributes):
                 for collective in self.collectives_of(name):
-                    # libtpu fuses an all-reduce and the slice of its result, which together are a reduce-scatter.
+                    # libtpu's fusion of an all-reduce with a slice of its result is a reduce-scatter.
                     kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else collective.kind
                     yield dataclasses.replace(collective, kind=kind, runs=collective.runs * runs)
 
     def _trip_count(self, loop: _Instruction) -> int:
-        """Return a loop's number of iterations, or 1 if it depends on data."""
+        """Return a loop's number of iterations, or 1 if the number depends on data."""
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
-        # libtpu removes the known trip count. Its counters start at 0, grow by one constant per iteration, and are
-        # compared with another constant, the bound.
+        # libtpu does not write the known trip count. Its loop counters start at 0, grow by a constant step, and are
+        # compared with a constant bound.
         condition, body = self._instructions_of(loop, "condition"), self._instructions_of(loop, "body")
-        # The last instruction of a computation is its result: `compare(counter, bound)` in the condition, and the tuple
-        # of the loop's new values in the body.
+        # The last instruction of a computation is its result. In the condition, it is `compare(counter, bound)`. In the
+        # body, it is the tuple of the loop's new values.
         compared = [condition[name] for name in _names([*condition.values()][-1].operands) if name in condition]
         bound = _constant(compared)
         index = [re.search(r"index=(\d+)", i.attributes) for i in compared if i.opcode == "get-tuple-element"]
@@ -168,10 +168,10 @@ def _operand_bytes(instruction: _Instruction, types: dict[str, str]) -> float:
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
-    """Return the device ids `[groups, devices per group]` that a collective's attributes contain.
+    """Parse a collective's attributes and return the device ids, `[groups, devices per group]`.
 
-    The attribute is `source_target_pairs`, or `replica_groups` in one of three notations: lists `{{0,2},{1,3}}`, a
-    transposed iota `[2,2]<=[2,2]T(1,0)`, or axes of a mesh. The empty list `{}` is one group of all `devices`.
+    The ids are in `source_target_pairs`, or in `replica_groups` in one of three notations: lists `{{0,2},{1,3}}`, a
+    transposed iota `[2,2]<=[2,2]T(1,0)`, or mesh axes. The empty list `{}` means one group of all `devices`.
     """
     if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", text):
         return np.array([_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
@@ -187,9 +187,9 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> np.ndarray:
-    """Parse groups over axes of a mesh, such as `mesh['a'=8,'b'=4] {'a':(2)4,'b'}`.
+    """Parse groups over mesh axes, such as `mesh['a'=8,'b'=4] {'a':(2)4,'b'}`.
 
-    Here, `'b'` is a whole axis. `'a':(2)4` is the minor part of axis a, split as 2 × 4.
+    In this example, `'b'` is a whole axis. `'a':(2)4` is the minor part (4) of axis a, which is split as 2 × 4.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
     parts = {
@@ -210,7 +210,7 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Return the numbers that `[2,4]T(1,0)` denotes: 0 … 7 in shape (2, 4), transposed by (1, 0) and flattened."""
+    """Parse an iota such as `[2,4]T(1,0)`: the numbers 0 … 7 in shape (2, 4), transposed by (1, 0) and flattened."""
     shape, _, order = text.partition("T")
     sizes = _integers(shape.strip("[]"))
     ids = np.arange(math.prod(sizes)).reshape(sizes)
@@ -222,17 +222,17 @@ def _integers(text: str) -> list[int]:
 
 
 def type_bytes(text: str) -> float:
-    """Return the bytes of an array with an HLO type, such as `bf16[8,128]{1,0}`, or of a tuple of arrays."""
+    """Return the size in bytes of an HLO type: an array such as `bf16[8,128]{1,0}`, or a tuple of arrays."""
     total = 0.0
     for dtype, shape in _ARRAY.findall(text):
-        # The name has the number of bits, as in bf16, c64 and f8e4m3fn. Types such as token[] take no memory.
+        # The first number in the name is the number of bits, as in bf16, c64 and f8e4m3fn. token[] takes no memory.
         bits = 8 if dtype == "pred" else int(next(iter(re.findall(r"\d+", dtype)), 0))
         total += bits / 8 * math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
     return total
 
 
 def _parse_computations(body: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Return name → instructions of each computation, and the name of the entry computation."""
+    """Return the instructions of each computation by its name, and the name of the entry computation."""
     computations: dict[str, list[_Instruction]] = {}
     entry, current = "", []
     for line in body.splitlines():
@@ -258,7 +258,7 @@ def _names(operands: str) -> list[str]:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Return the index of the parenthesis that closes the one at `opening`."""
+    """Return the index of the parenthesis that closes the parenthesis at index `opening`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, opening):
         depth += 1 if match[0] == "(" else -1

@@ -1,4 +1,4 @@
-"""Job files for clusters, one per run of a sweep, made from the templates in `templates/`."""
+"""Write job files for clusters from the templates in `templates/`, one file per run of a sweep."""
 
 import dataclasses
 import functools
@@ -21,42 +21,42 @@ from difftx.storage.paths import scheme_of
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
-GRACE_SECONDS = 120  # Time between the signal of a preemption and the end of a job, in the templates.
-MAX_NAME_CHARACTERS = 40  # Maximum length of a JobSet's name: a pod's host name adds suffixes, up to 63 characters.
+GRACE_SECONDS = 120  # Time in which the templates let a job end after the signal of a preemption.
+MAX_NAME_CHARACTERS = 40  # Limit for a JobSet's name. Pods add suffixes, and host names have at most 63 characters.
 JINJA = jinja2.Environment(  # nosec B701
     undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
 )
-# Flags that overlap the collectives of several GPUs with computation. Sources: "GPU performance tips" in JAX's
-# documentation; the threshold, 128 MiB, is that of MaxText's scripts for Llama on GPUs.
+# XLA flags that overlap collectives between GPUs with computation. Source: "GPU performance tips" in JAX's
+# documentation. The threshold of 128 MiB is from MaxText's scripts for Llama on GPUs.
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 GPU_XLA_FLAGS = " ".join(
     ["--xla_gpu_enable_latency_hiding_scheduler=true"]
     + [f"--xla_gpu_enable_pipelined_{kind}=true" for kind in _KINDS]
     + [f"--xla_gpu_{kind}_combine_threshold_bytes={2**27}" for kind in _KINDS]
 )
-# Variables of templates that are not settings.
+# Template variables that this module computes. Users set all others.
 COMPUTED = {"name", "command", "here", "output", "label", "stop", "xla_flags"}
-COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings with integer values, not quoted.
+COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Integer settings, which are not quoted.
 
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """One way to start a run on other machines."""
+    """A way to start runs on other machines."""
 
     template: str  # Name of the file in `templates/`.
     submit: str  # Command that submits a job file.
-    quote: Callable[[str], str]  # Quotes a setting for the template's language.
-    # Whether the job sees this machine's files, as under Slurm. If not, the job has its own copy of the repository, and
-    # the workdir is in a bucket, or on a shared file system that is mounted at the path in the setting "mount".
+    quote: Callable[[str], str]  # Quotes a setting in the template's language.
+    # Whether jobs see this machine's files, as under Slurm. If not, a job has its own copy of the repository, and its
+    # workdir is in a bucket or on a shared file system that is mounted at the path in the setting "mount".
     local_files: bool
 
 
 def _sbatch(text: str) -> str:
-    """Quote a value for an #SBATCH line, where a backslash escapes within quotes and $ is not expanded."""
+    """Quote a value for an #SBATCH line. Within quotes, a backslash escapes the next character, and $ is literal."""
     return '"' + re.sub(r'([\\"])', r"\\\1", text) + '"'
 
 
-_yaml = functools.partial(json.dumps, ensure_ascii=False)  # Quotes a value for YAML, which includes JSON's strings.
+_yaml = functools.partial(json.dumps, ensure_ascii=False)  # JSON strings are valid YAML strings.
 LAUNCHERS = {
     "slurm": Launcher("slurm.sbatch", "sbatch", _sbatch, local_files=True),
     "jobset": Launcher("jobset_tpu.yaml", "kubectl apply -f", _yaml, local_files=False),
@@ -81,8 +81,8 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
 def write_jobs(name: str, points: Sequence[SweepPoint], out: str, settings: Mapping[str, str]) -> None:
     """Write a job file for each point with the launcher `name`, and print the commands that submit the files.
 
-    Only the jobs open `out`. The files are in the folder `out`/jobs, or, if `out` is in a bucket, in a local folder
-    such as jobs/gs/BUCKET/NAME.
+    The files are written to the folder `out`/jobs. If `out` is in a bucket, they are written to a local folder such as
+    jobs/gs/BUCKET/NAME, because only the jobs access the bucket.
     """
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
@@ -109,7 +109,7 @@ def _job_folder(out: str) -> Path:
 
 
 def _check_settings(name: str, variables: set[str], settings: Mapping[str, str], *, in_bucket: bool) -> None:
-    """Raise `UserError` unless the settings are valid and exactly those that the launcher and its template require."""
+    """Raise `UserError` if a setting is invalid, unknown or missing. The template determines which settings exist."""
     wanted = variables - COMPUTED
     if in_bucket:  # A run in a bucket needs no shared volume.
         wanted -= {"mount", "claim"}
@@ -125,7 +125,7 @@ def _check_settings(name: str, variables: set[str], settings: Mapping[str, str],
 
 
 def _check_config(launcher: Launcher, point: SweepPoint, settings: Mapping[str, str]) -> None:
-    """Raise `UserError` if a config does not fit the devices and the volume that the settings describe."""
+    """Raise `UserError` if a run's config does not fit the devices or the volume that the settings describe."""
     if "topology" in settings:
         chips = math.prod(map(int, re.findall("[0-9]+", settings["topology"])))
         hosts, per_host = int(settings["hosts"]), int(settings["chips"])
@@ -137,7 +137,7 @@ def _check_config(launcher: Launcher, point: SweepPoint, settings: Mapping[str, 
             raise UserError(f"run {point.name}: {given}; give --config.mesh.slices={settings['slices']}")
     if launcher.quote is not _yaml:
         return
-    for path in point.config.data.paths:  # A pod has no files but those of the image and of the volume.
+    for path in point.config.data.paths:  # A pod sees only files of the image and the volume.
         everywhere = path == STDLIB or path.startswith(SYNTHETIC) or scheme_of("data.path", path) is not None
         if not everywhere and not ("mount" in settings and PurePosixPath(path).is_relative_to(settings["mount"])):
             where = f"below mount={settings['mount']} or in a bucket" if "mount" in settings else "in a bucket"
@@ -145,7 +145,7 @@ def _check_config(launcher: Launcher, point: SweepPoint, settings: Mapping[str, 
 
 
 def _values(launcher: Launcher, point: SweepPoint, out: str, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the variables in `COMPUTED` that the template may use, quoted for its language."""
+    """Return the values of the template variables in `COMPUTED`, quoted in the template's language."""
     if launcher.local_files:
         here = Path.cwd()
         workdir = f"{out.rstrip('/')}/{point.name}" if _is_bucket(out) else here / out / point.name
@@ -161,13 +161,13 @@ def _values(launcher: Launcher, point: SweepPoint, out: str, settings: Mapping[s
                 lost = f"not below mount={settings['mount']}, so the run would be lost"
                 raise UserError(f"--out={out}: {lost}; give --out=runs/NAME, or a bucket")
         command = ["python", "train.py", *_in_repository(point).flags(str(workdir))]
-        # Send SIGTERM to the process that trains in `workdir`. The regular expression ends in `( |$)`, so it does not
-        # match itself in the command line of the shell that runs pkill, and that shell gets no signal.
+        # Send SIGTERM to the process that trains in `workdir`. The regular expression ends in `( |$)`, so that it does
+        # not match the command line of the shell that runs pkill, which contains the expression itself.
         escaped = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", str(workdir))
         stop = f"pkill -TERM -f {shlex.quote(f'python train.py .*--workdir={escaped}( |$)')}"
         values = {"stop": shlex.quote(stop)}
         if launcher.quote is _yaml:
-            # Kubernetes requires lower-case letters, digits and hyphens, of which a letter comes first (RFC 1035).
+            # Kubernetes names consist of lower-case letters, digits and hyphens, and begin with a letter (RFC 1035).
             label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
             values["label"] = label = label if label[:1].isalpha() else f"run-{label}"
             if len(label) > MAX_NAME_CHARACTERS:
@@ -180,7 +180,7 @@ def _values(launcher: Launcher, point: SweepPoint, out: str, settings: Mapping[s
 
 
 def _in_repository(point: SweepPoint) -> SweepPoint:
-    """Return the point with the paths of its config file and extensions relative to the repository's root."""
+    """Return the point with the paths of its config file and extensions relative to the root of the repository."""
 
     def relative(flag: str, path: str | Path) -> Path:
         try:

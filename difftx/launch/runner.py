@@ -1,4 +1,4 @@
-"""Training of a sweep's points on this machine, one process after another, and the progress of their runs."""
+"""Train the runs of a sweep on this machine, one process after another, and show their progress."""
 
 import dataclasses
 import datetime
@@ -37,24 +37,24 @@ from difftx.training.resume import changed_fields
 State = Literal["pending", "running", "done", "failed", "stopped"]
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
-BUCKET_REFRESH_SECONDS = 60.0  # Each refresh costs requests, and a run pushes its metrics every few minutes.
+BUCKET_REFRESH_SECONDS = 60.0  # Refresh rarely: each refresh costs requests, and metrics change every few minutes.
 PLAIN_LINE_SECONDS = 60.0
-PLAIN_WIDTH = 160  # Width in characters of a table in a file or a pipe, enough for an error message.
-# Beginning of a log line with the reason for a failure. JAX may print a note after it, so it may not be the last line.
+PLAIN_WIDTH = 160  # Table width in characters if the output is a file or a pipe. Error messages fit.
+# Matches the start of a log line that states the reason for a failure. JAX may print a note after that line.
 REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
 
 
 @dataclasses.dataclass
 class RunStatus:
-    """State and progress of one run of a sweep."""
+    """The state and progress of one run in a sweep."""
 
     point: SweepPoint
     workdir: AnyPath
     state: State = "pending"
-    exit_code: int | None = None  # Exit code of the last process, which is -N if signal N killed it.
+    exit_code: int | None = None  # Exit code of the last process, or -N if signal N killed it.
     error: str = ""
     step: int = 0  # Newest step in metrics.jsonl.
-    train_loss: float | None = None  # Loss of the batch of that step, in nats per token.
+    train_loss: float | None = None  # Training loss at `step`, in nats per token.
     valid_loss: float | None = None  # Newest result of the suite "loss" during training, in nats per token.
     tokens_per_second: float | None = None  # Median over the newest attempt's rows.
 
@@ -64,14 +64,14 @@ class RunStatus:
 
     @property
     def last_checkpoint(self) -> AnyPath:
-        """Folder of the last step's checkpoint, which a finished run has."""
+        """Folder of the checkpoint at the last step. It exists if the run is finished."""
         return self.workdir / "checkpoints" / str(self.steps)
 
     def refresh(self) -> None:
         """Update step, losses and tokens/s from the newest rows of metrics.jsonl."""
         try:
             newest = read_newest_metrics(pulled(self.workdir) / "metrics.jsonl")
-        except UnreadableError:  # A bucket may be back at the next refresh.
+        except UnreadableError:  # The bucket is not reachable now. Try again at the next refresh.
             return
         for row in newest:
             if row.get("suite") == "loss" and isinstance(loss := row.get("loss"), int | float):
@@ -82,19 +82,19 @@ class RunStatus:
             self.tokens_per_second = statistics.median(row["tokens_per_second"] for row in attempt)
 
     def is_finished(self) -> bool:
-        """Return whether metrics.jsonl has the last step, and the last checkpoint's files have the manifest's sizes."""
+        """Return whether metrics.jsonl contains the last step and the last checkpoint is complete (by file sizes)."""
         return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
 
     def require_unchanged(self) -> None:
-        """Raise `UserError` if a finished run was trained with other settings or stores. Text files are not compared.
+        """Raise `UserError` if a finished run was trained with other settings or stores.
 
-        Its results keep the old values of the fields of `eval`.
+        Text files are not compared. Changed fields of `eval` are allowed, but existing results are not computed again.
         """
         manifest = read_manifest(self.last_checkpoint)
         changes = [
             f"extension {change}" for change in changed_extensions(manifest.extensions, str(self.last_checkpoint))
         ]
-        if not changes:  # A changed extension may reject the run's config.
+        if not changes:  # Do not build the config with a changed extension, which may reject it.
             fields = changed_fields(config_of(manifest), self.point.config)
             changes = [str(change) for change in fields if not change.is_neutral]
             stores = signature_of_stores(self.point.config.data)
@@ -104,7 +104,7 @@ class RunStatus:
             raise UserError(f"{self.workdir} is finished, but with another {changes[0]}; use another --out")
 
     def cells(self) -> list[str]:
-        """Return the run's row of the table: name, state, step, losses, tokens/s, time left, error."""
+        """Return the run's table row: name, state, step, losses, tokens/s, time left, error."""
         rate = self.tokens_per_second
         left = ""
         if rate and self.state == "running":
@@ -121,7 +121,7 @@ class RunStatus:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the run's entry in sweep.json."""
+        """Return the run's entry for sweep.json."""
         return {
             "name": self.point.name,
             "flags": self.point.flags(self.workdir),
@@ -133,8 +133,8 @@ class RunStatus:
 class Sweep:
     """Trains runs one after another, each in its own process, and keeps `sweep.json` up to date.
 
-    A terminal shows a live table of the runs. A file or pipe gets a line for each change of state and once per minute,
-    and the table at the end.
+    A terminal shows a live table of the runs. A file or pipe gets a line at each change of state and every minute, and
+    the table at the end.
     """
 
     def __init__(self, points: Sequence[SweepPoint], out: AnyPath, description: Mapping[str, Any]):
@@ -142,12 +142,12 @@ class Sweep:
         self._statuses = [RunStatus(point, out / point.name) for point in points]
         for status in self._statuses:
             status.refresh()
-            # The sweep skips finished runs. `difftx train` itself compares the settings of the runs that it resumes.
+            # The sweep skips finished runs, so check their settings here. `difftx train` checks runs that it resumes.
             if status.is_finished():
                 status.require_unchanged()
         make_folder(out)
         self._out, self._description = out, description
-        # No automatic refresh, because its thread would be unsafe while the sweep starts processes.
+        # Without automatic refresh, because its thread would be unsafe while the sweep starts processes.
         console = rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         self._live = rich.live.Live(self._table(), console=console, auto_refresh=False)
         self._printed = time.monotonic()
@@ -166,7 +166,7 @@ class Sweep:
                 elif not self._stopping:
                     self._train(status)
         if not sys.stdout.isatty():
-            print()  # rich does not end the table's last line in a file or a pipe.
+            print()  # In a file or a pipe, rich does not end the table's last line.
         states = {status.state for status in self._statuses}
         print(f"details: {self._out / 'sweep.json'}, and train.log in each run's folder", flush=True)
         if states & {"stopped", "pending"}:
@@ -175,7 +175,7 @@ class Sweep:
         return int("failed" in states)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Send SIGTERM to the run. The run saves a checkpoint and ends. A second signal ends it immediately."""
+        """Send SIGTERM to the current run, which saves a checkpoint and ends. A second signal ends it immediately."""
         self._stopping = True
         if self._process:
             self._process.terminate()
@@ -183,7 +183,7 @@ class Sweep:
     def _train(self, status: RunStatus) -> None:
         self._set_state(status, "running")
         code, error = EXIT_PREEMPTED, ""
-        # If another process, and not the sweep, stopped the run with a signal, train again.
+        # If something other than this sweep stopped the run with a signal, resume it.
         while code == EXIT_PREEMPTED and not self._stopping:
             code, error = self._run_process(status)
         status.refresh()
@@ -197,7 +197,7 @@ class Sweep:
             self._set_state(status, "failed")
 
     def _run_process(self, status: RunStatus) -> tuple[int, str]:
-        """Run `difftx train` until it ends. Return its exit code, and the reason for a failure."""
+        """Run `difftx train` until it ends. Return its exit code and the reason for a failure."""
         command = [sys.executable, "-m", "difftx", "train", *status.point.flags(status.workdir)]
         make_folder(status.workdir)
         with appended(status.workdir / "train.log") as path:
@@ -210,9 +210,9 @@ class Sweep:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # The sweep alone receives the terminal's Ctrl-C, and forwards it.
+                    start_new_session=True,  # Only the sweep receives Ctrl-C, and forwards it.
                 )
-            if self._stopping:  # The signal arrived before the process existed.
+            if self._stopping:  # The signal arrived before the process had started.
                 self._process.terminate()
             refreshed = time.monotonic()
             while (code := self._process.poll()) is None:
@@ -253,6 +253,6 @@ class Sweep:
 
 
 def find_reason(log: str) -> str:
-    """Return the reason for a failure from a process's output: the last line with an error, or else the last line."""
+    """Find the reason for a failure in a process's output: the last line with an error, or the last line of all."""
     lines = log.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if REASON.match(line)), lines[-1])

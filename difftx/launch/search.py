@@ -1,6 +1,6 @@
-"""Search for the meshes, remat policies and numbers of microbatches with which a step fits the devices.
+"""Search for the mesh, remat policy and number of microbatches that make a step fit the devices' memory.
 
-Each attempt compiles the train step, which takes seconds to minutes, so the search leaves out attempts that cannot win.
+Each attempt compiles the train step, which takes seconds to minutes. The search skips attempts that cannot be fastest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,9 @@ from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.training.fit import fit
 from difftx.training.state import state_bytes
 
-# Policies from most memory to most arithmetic. "offload" is left out because its cost cannot be estimated.
+# Remat policies, ordered by decreasing memory and increasing arithmetic. The cost of "offload" cannot be estimated.
 REMAT = ("none", "dots", "full")
-TENSOR = (1, 2, 4, 8)  # Sizes of the tensor axis that are tried.
+TENSOR = (1, 2, 4, 8)  # Sizes of the tensor axis to try.
 
 
 def search(
@@ -27,10 +27,10 @@ def search(
 ) -> list[Estimate]:
     """Return the estimates that fit the devices' memory, fastest first.
 
-    Fewer microbatches gather the parameters less often, and a remat policy that keeps more activations recomputes less.
-    For each mesh and policy, the search therefore stops at the fewest microbatches that fit. A policy that keeps fewer
-    activations is tried only with fewer microbatches than the previous policies need. The context axis and the slices
-    are those of `config`. `report` is called with a line of text after each attempt.
+    Fewer microbatches are faster, because parameters are gathered less often. For each mesh and remat policy, the
+    search therefore stops at the smallest number of microbatches that fits. A policy that saves fewer activations
+    recomputes more, so it is tried only with fewer microbatches than the policies before it need. The context axis and
+    the slices are not changed. `report` is called with a line of text after each attempt.
     """
     found: list[Estimate] = []
     for candidate in _meshes(config, devices, chip):
@@ -58,13 +58,14 @@ def search(
 def _meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterator[Config]:
     """Yield the config with a few promising meshes for each size of the tensor axis in `TENSOR`.
 
-    A slice has one replica of the parameters, or as many as fit half of the memory, or a number in between. With more
-    replicas, the devices of one replica span less of a torus and communicate faster (docs/fit.md).
+    For each size, try one replica of the parameters per slice, as many as fit into half of the memory, and a number in
+    between. With more replicas, the devices of a replica span a smaller part of the torus and communicate faster
+    (docs/fit.md).
     """
     slices, context, persistent = config.mesh.slices, config.mesh.context, state_bytes(config)
     needed = persistent + gradient_bytes(config.model)
     for tensor in TENSOR:
-        per_slice, rest = divmod(len(devices), tensor * context * slices)  # Product of `data` and `fsdp` in a slice.
+        per_slice, rest = divmod(len(devices), tensor * context * slices)  # `data` × `fsdp` in a slice.
         if rest:
             continue
         fitting = [n for n in divisors(per_slice) if needed * n / (per_slice * tensor) <= chip.hbm_bytes / 2]
@@ -78,7 +79,7 @@ def _meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterat
 
 
 def _accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
-    """Return the numbers of microbatches to try: powers of two for which the mesh divides all dimensions."""
+    """Return the numbers of microbatches to try: powers of two with which the config fits the mesh."""
     mesh = make_mesh(config.mesh, devices)
     counts = [2**i for i in range(config.batch_rows.bit_length())]
     counts = [n for n in counts if config.batch_rows % (n * batch_shards(mesh)) == 0]
@@ -91,7 +92,7 @@ def _accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
 
 
 def _rank(result: Estimate) -> tuple[float, ...]:
-    """Return the sort key: time (or FLOPs if the device's speed is unknown), bytes sent and memory."""
+    """Return the sort key of an estimate: time (or FLOPs if the device's speed is unknown), bytes sent, memory."""
     time = result.executed_flops if result.bound is None else result.bound.step_seconds
     sent_bytes = sum(c["interconnect_bytes"] for c in result.collectives.values())
     return time, sent_bytes, result.needed_bytes

@@ -1,8 +1,8 @@
-"""Execute a command that receives SIGTERM when this process's parent dies: tethered.py PARENT_PID PROGRAM ARG …
+"""Execute a command that receives SIGTERM when its parent process dies: tethered.py PARENT_PID PROGRAM ARG …
 
-A sweep that is killed with SIGKILL cannot stop its run, which would then train at the same time as the next sweep's.
-The parent-death signal of Linux prevents that. A process sets it for itself, and it survives exec. On other systems,
-the lock of the workdir is the only protection.
+If a sweep is killed with SIGKILL, it cannot stop its run, and the next sweep would start a second process for the same
+run. Linux's parent-death signal prevents this. A process must set the signal for itself. The setting survives exec. On
+other systems, the lock of the workdir is the only protection.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ def main() -> None:
     parent, *command = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(parent):  # The parent died before the call, so no signal will come.
+        if os.getppid() != int(parent):  # The parent died before the signal was set.
             sys.exit(f"process {parent} is gone")
     os.execv(command[0], command)
 

@@ -1,4 +1,4 @@
-"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, GPUs and virtual CPUs."""
+"""Descriptions of TPU slices, GPUs and virtual CPUs, for which XLA can compile programs without the devices."""
 
 import dataclasses
 import importlib.util
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import jax
 
 GIB = 2**30
-# Share of a GPU's memory that a training takes at its start. JAX takes 0.75, which leaves 20 GB of an H100 unused. The
-# rest is for CUDA, cuDNN, cuBLAS and NCCL, which allocate their own memory.
+# Share of a GPU's memory that training reserves at its start. JAX's default of 0.75 leaves 20 GB of an H100 unused.
+# CUDA, cuDNN, cuBLAS and NCCL allocate from the remaining memory.
 GPU_MEMORY_SHARE = 0.92
 
 
 def take_gpu_memory() -> str:
-    """Return the share of each GPU's memory that JAX takes when it opens them. Set it unless the user has."""
+    """Set the share of GPU memory that JAX reserves, unless the user has set it. Return the share in effect."""
     older = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX accepts either name, but not both.
     return older or os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
 
@@ -37,15 +37,15 @@ class Chip:
 
 
 # Sources for TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. `interconnect` is half of the "Bidirectional
-# ICI bandwidth per chip". `network` is the "DCN bandwidth per chip" (for v5e and v6e, 1/256 of that of a pod).
-# `hbm_bytes` is the memory that libtpu 0.0.50 gives a program, a little less than the data sheet's. JAX counts a tpu7x
-# chip as two devices.
+# ICI bandwidth per chip". `network` is the "DCN bandwidth per chip" (for v5e and v6e, 1/256 of the bandwidth per pod).
+# `hbm_bytes` is the memory that libtpu 0.0.50 lets a program use, a little less than the data sheet states. JAX counts
+# a tpu7x chip as two devices.
 #
 # Sources for GPUs: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200 (1,440 GB and 64 TB/s for eight)
 # and L4, and for the RTX 4090 the whitepaper of the Ada GPU architecture. `interconnect` is half of the NVLink
-# bandwidth, which counts both directions, or PCIe 4.0 x16 in one direction. `network`: DGX A100 has an adapter of 200
-# Gbit/s per GPU, and DGX H100, H200 and B200 have 400 Gbit/s. Eight L4 share the 100 Gbit/s of Google's g2-standard-96.
-# No data sheet states the host of an RTX 4090: four cards and 100 Gbit/s are assumed.
+# bandwidth, which counts both directions, or PCIe 4.0 x16 in one direction. `network`: DGX A100 has 200 Gbit/s per GPU,
+# and DGX H100, H200 and B200 have 400 Gbit/s per GPU. Eight L4 share the 100 Gbit/s of Google's g2-standard-96. For the
+# RTX 4090, hosts with four cards and 100 Gbit/s are assumed.
 CHIPS = {
     "v4": Chip(hbm_bytes=30.75 * GIB, hbm_bandwidth=1.2e12, interconnect=300e9, network=3.125e9),
     "v5e": Chip(hbm_bytes=15.75 * GIB, hbm_bandwidth=0.8e12, interconnect=200e9, network=3.125e9),
@@ -63,19 +63,19 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Properties of a GPU that XLA reads to compile for it."""
+    """Properties of a GPU that XLA needs to compile for it."""
 
-    name: str  # JAX's name of the kind.
+    name: str  # JAX's device kind.
     cores: int  # Number of streaming multiprocessors.
     clock_ghz: float  # Largest clock rate.
     l2_bytes: int
     fpus: int = 128  # Float32 units per core.
-    shared_kib: int = 228  # Shared memory per core. A block can have 1 KiB less.
+    shared_kib: int = 228  # Shared memory per core. A block can use 1 KiB less.
     threads: int = 2048  # Largest number of resident threads per core.
 
 
-# Sources: "Compute Capabilities" in NVIDIA's CUDA C++ Programming Guide for shared memory and threads, and what CUDA's
-# sample deviceQuery and OpenXLA's xla/backends/gpu/target_config/specs state of each GPU for the rest.
+# Sources for shared memory and threads: "Compute Capabilities" in NVIDIA's CUDA C++ Programming Guide. Sources for all
+# other values: the output of CUDA's sample deviceQuery, and OpenXLA's xla/backends/gpu/target_config/specs.
 GPUS = {
     "a100": Gpu(name="NVIDIA A100-SXM4-80GB", cores=108, clock_ghz=1.41, l2_bytes=40 * 2**20, fpus=64, shared_kib=164),
     "h100": Gpu(name="NVIDIA H100 80GB HBM3", cores=132, clock_ghz=1.98, l2_bytes=50 * 2**20),
@@ -86,7 +86,7 @@ GPUS = {
         name="NVIDIA GeForce RTX 4090", cores=128, clock_ghz=2.52, l2_bytes=72 * 2**20, shared_kib=100, threads=1536
     ),
 }
-CUDNN_VERSION = 91900  # Assumed on GPUs that are not attached: 9.19.0.
+CUDNN_VERSION = 91900  # cuDNN 9.19.0 is assumed for GPUs that are not attached.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Topology:
 
     @property
     def chip(self) -> Chip:
-        """Memory and bandwidths of a device. A virtual CPU has a share of the host's memory and unknown bandwidths."""
+        """Memory and bandwidths of a device. Virtual CPUs share the host's memory and have unknown bandwidths."""
         if self.kind == "cpu":
             host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             return Chip(hbm_bytes=host / math.prod(self.shape), hbm_bandwidth=None, interconnect=None, network=None)
@@ -126,13 +126,13 @@ def parse_topology(text: str) -> Topology:
 
 
 def prepare(topology: Topology) -> None:
-    """Set what JAX and libtpu read at start. Call this before JAX opens its devices."""
+    """Set the options that JAX and libtpu read when they start. Call this before JAX opens its devices."""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # The variable JAX_PLATFORMS has no effect once JAX is imported.
-    # JAX only compiles for the TPU. libtpu must not ask a metadata server, and several processes may load it.
+    jax.config.update("jax_platforms", "cpu")  # JAX_PLATFORMS has no effect after JAX is imported.
+    # There is no TPU, so libtpu must not ask a metadata server, and several processes may load libtpu.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # libtpu needs some value.
+    os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # Any valid value works.
     if topology.kind == "cpu":
         flag = f"--xla_force_host_platform_device_count={math.prod(topology.shape)}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
@@ -144,14 +144,14 @@ def prepare(topology: Topology) -> None:
 
 
 def has_cuda_plugin() -> bool:
-    """Return whether JAX's plugin for CUDA 13 is installed. It can compile for GPUs on a machine without one."""
+    """Return whether JAX's CUDA 13 plugin is installed. It can compile for GPUs on machines without a GPU."""
     return importlib.util.find_spec("jax_plugins") is not None and (
         importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
     )
 
 
 def find_devices(topology: Topology) -> "Sequence[jax.Device]":
-    """Return the devices of a topology, after a call of `prepare`."""
+    """Return the devices of a topology. Call `prepare` first."""
     import jax
     from jax.experimental import topologies
 
@@ -167,14 +167,14 @@ def find_devices(topology: Topology) -> "Sequence[jax.Device]":
         options["chip_config_name"] = "megacore"  # One device per chip, as on real v4; the default is one per core.
     try:
         return topologies.get_topology_desc(name, "tpu", **options).devices
-    except Exception as error:  # libtpu raises various types, for unknown slices and for its own lock file.
+    except Exception as error:  # libtpu raises various types: for unknown slices, for its lock file.
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"--topology={topology}: {reason}") from error
 
 
 def gpu_target(kind: str) -> str:
-    """Return a GPU under CUDA 13 as an xla.GpuTargetConfigProto for JAX's CUDA plugin. libtpu needs only a name."""
-    from difftx.kernels import target  # Imported here, because the import of JAX takes long.
+    """Return the xla.GpuTargetConfigProto (text) of a GPU, with which JAX's CUDA 13 plugin can compile for it."""
+    from difftx.kernels import target  # Import here, because importing JAX is slow.
 
     gpu, chip = GPUS[kind], CHIPS[kind]
     major, minor = target.compute_capability(gpu.name)

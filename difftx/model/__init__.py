@@ -1,1 +1,1 @@
-"""The network: layers, attention architectures and the decoder, with their counts of parameters and FLOPs."""
+"""The network: layers, attention architectures, the decoder, and counts of parameters and FLOPs."""

@@ -1,4 +1,4 @@
-"""Shapes and numbers of a model's parameters, computed without allocating them."""
+"""Compute a model's parameter shapes and parameter counts without allocating arrays."""
 
 import contextlib
 import dataclasses
@@ -18,11 +18,11 @@ from difftx.parallel.mesh import AXES
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters of a model by kind."""
+    """Parameter counts of a model by kind."""
 
-    embedding: int  # Number of parameters in the input embedding and, unless tied to it, in the unembedding.
-    projections: int  # Number of parameters in the attention and MLP matrices of all layers.
-    vectors: int  # Number of parameters in norm gains, biases, λ vectors, attention sinks and constants.
+    embedding: int  # Parameters in the input embedding, plus those of the unembedding if the two are not tied.
+    projections: int  # Parameters in the attention and MLP matrices of all layers.
+    vectors: int  # Parameters in norm gains, biases, λ vectors, attention sinks and constants.
 
     @property
     def total(self) -> int:
@@ -31,30 +31,31 @@ class Parameters:
 
 @functools.cache
 def abstract_parameters(config: ModelConfig) -> nnx.State:
-    """Return the shapes and dtypes of a `Decoder`'s parameters, with the metadata that the layers set."""
+    """Return the shapes, dtypes and metadata of a `Decoder`'s parameters."""
     with one_abstract_device():
         return nnx.state(nnx.eval_shape(lambda: Decoder(config, Layout(), rngs=nnx.Rngs(0))))
 
 
 @contextlib.contextmanager
 def one_abstract_device() -> Iterator[None]:
-    """Set a mesh of one abstract device, on which shapes can be computed whatever mesh the caller has set."""
+    """Set a mesh of one abstract device, so that the shapes do not depend on the caller's mesh."""
     axis_types = (jax.sharding.AxisType.Explicit,) * len(AXES)
     one_device = jax.sharding.AbstractMesh((1,) * len(AXES), AXES, axis_types=axis_types)
-    # JAX can replace the caller's mesh by a mesh of another size only after an empty mesh.
+    # JAX refuses to replace a mesh by one of another size, so set an empty mesh in between.
     no_mesh = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(no_mesh), jax.sharding.use_abstract_mesh(one_device):
         yield
 
 
 def parameter_metadata(config: ModelConfig, name: str, default: Any) -> Any:
-    """Return the tree of parameters with the value of a metadata field of `layers.py`, or `default` if it is not set.
+    """Return a tree with the value of the metadata field `name` for each parameter, or `default` where it is not set.
 
+    `layers.py` sets these fields:
     - `is_vector`: True for parameters without weight decay, such as norm gains.
     - `is_lambda`: True for λ vectors.
     - `is_constant`: True for parameters that training does not change.
     - `is_progress`: True for scalars that grow from 0 to 1 over `anneal_steps` updates.
-    - `matrix_axes`: the input axes and the output axes of a linear map, two tuples of negative integers.
+    - `matrix_axes`: two tuples of negative integers, the input axes and the output axes of a linear map.
     """
     values = jax.tree.map(
         lambda variable: variable.get_metadata().get(name, default),
@@ -65,12 +66,12 @@ def parameter_metadata(config: ModelConfig, name: str, default: Any) -> Any:
 
 
 def vector_mask(config: ModelConfig) -> Any:
-    """Return the tree of parameters with True for those made by `layers.vector`, such as norm gains, else False."""
+    """Return a tree with a bool per parameter: True if it has no weight decay, like a norm gain."""
     return parameter_metadata(config, "is_vector", False)
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
-    """Return the numbers of parameters of a `Decoder` by kind."""
+    """Return the parameter counts of a `Decoder` by kind."""
     sizes = jax.tree.map(lambda leaf: leaf.size, nnx.to_pure_dict(abstract_parameters(config)))
     vectors = sum(jax.tree.leaves(jax.tree.map(operator.mul, sizes, vector_mask(config))))
     embedding = sizes["embedding_VD"] + sizes.get("unembedding_VD", 0)

@@ -1,4 +1,4 @@
-"""The registry of architectures, the geometry of their heads, and the check that a model fits its architecture."""
+"""The registry of attention architectures, their numbers of heads and head widths, and checks of a model's config."""
 
 import dataclasses
 import functools
@@ -38,25 +38,25 @@ ARCHITECTURES: Registry["type[SelfAttention]"] = Registry(
 )
 
 
-# `own_config` is the class of an architecture's config group, or None if it has none.
+# `own_config` is the dataclass of the fields that only this architecture uses, or None.
 find_groups(ModelConfig, lambda name: ARCHITECTURES[name].own_config if name in ARCHITECTURES else None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Numbers and widths of the heads of an attention layer."""
+    """How many heads an attention layer has, and how wide they are."""
 
-    sub_heads: int  # Number of query/key sub-heads into which `model.d_model` is divided without `model.head_dim`.
-    query_heads: int  # Number of queries per token.
+    sub_heads: int  # Number of query/key sub-heads. If `model.head_dim` is not set, d is `model.d_model` / this number.
+    query_heads: int  # Number of query vectors per token.
     kv_heads: int  # Number of key/value heads.
-    groups: int  # Number of keys per key/value head: 2 if each head has attention weights A1 and A2, else 1.
+    groups: int  # Number of keys per key/value head: 2 for architectures with attention weights A1 and A2, else 1.
     d_head: int  # Width d of a query/key sub-head.
     d_value: int  # Width of a value, and of a head's output.
 
 
 @functools.cache
 def heads_of(config: ModelConfig) -> Heads:
-    """Return the heads of a model. Raise `UserError` if its width, or its key/value heads, cannot be divided."""
+    """Return the head counts and widths of a model. Raise `UserError` if they do not divide its dimensions."""
     attention = ARCHITECTURES[config.architecture]
     sub_heads = attention.sub_heads(config, config.num_heads)
     if config.head_dim is None and config.d_model % sub_heads:
@@ -88,7 +88,7 @@ def heads_of(config: ModelConfig) -> Heads:
 
 
 def describe_heads(config: ModelConfig) -> str:
-    """Return the heads in words, such as "8 differential heads = 16 sub-heads of width 128, 4 key/value heads"."""
+    """Describe the heads, such as "8 differential heads = 16 sub-heads of width 128, 4 key/value heads"."""
     heads, count = heads_of(config), config.num_heads
     kind = "differential head" if ARCHITECTURES[config.architecture].subtracts else "head"
     text = f"{count} {kind}{'s' * (count > 1)} = {heads.query_heads} sub-heads"
@@ -103,9 +103,10 @@ def check_attention(
     mesh: "jax.sharding.Mesh | jax.sharding.AbstractMesh | None" = None,
     context_method: str | None = None,
 ) -> None:
-    """Raise `UserError` if a model does not fit its architecture, or its attention does not fit a mesh.
+    """Raise `UserError` if the architecture does not support the config, or the heads cannot be sharded over the mesh.
 
-    `context_method` is `mesh.context_method`. None: the caller cannot choose it, and the axis `context` shards heads.
+    `context_method` is `mesh.context_method`. Pass None if there is no such setting and the mesh axis `context` shards
+    the heads.
     """
     attention = ARCHITECTURES[config.architecture]
     attention.check(config)
@@ -135,7 +136,7 @@ def check_attention(
 
 
 def require_multiple(field: str, size: int, shards: int, axes: str, hint: str = "") -> None:
-    """Raise `UserError` if a dimension cannot be split into the shards of some mesh axes."""
+    """Raise `UserError` if the size of a config field is not a multiple of the number of shards."""
     if size % shards:
         fix = math.ceil(size / shards) * shards
         raise UserError(

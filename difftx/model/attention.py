@@ -1,11 +1,11 @@
-"""Differential attention (arXiv 2410.05258, §2.1), softmax attention as its baseline, and their base class.
+"""Differential attention (arXiv 2410.05258, §2.1), the softmax attention it is compared with, and their base class.
 
-`variants/` holds further architectures. docs/extend.md shows how to add one in a file of your own.
+`variants/` holds further architectures. docs/extend.md shows how to add an architecture in a file of your own.
 """
 # Axes: B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
-#   G = groups of queries and keys: 2 in differential attention, for the attention weights A1 and A2, and 1 in softmax
-#   attention, d = width of a query/key (sub-)head,
-#   E = width of a value head (2d in differential attention, d in softmax attention), L = layers
+#   G = groups of queries and keys: 2 in differential attention (one for A1, one for A2), 1 in softmax attention,
+#   d = width of a query/key (sub-)head, E = width of a value head (2d in differential attention, d in softmax
+#   attention), L = layers
 
 import dataclasses
 import functools
@@ -33,11 +33,11 @@ from difftx.model.layers import HeadNorm, RMSNorm, SwiGLU, linear, projection, r
 from difftx.parallel.layout import Layout, reshard
 
 Angles = tuple[jax.Array, jax.Array]
-LARGEST_LOGITS = "largest_logits"  # Name of a statistic of a layer.
+LARGEST_LOGITS = "largest_logits"  # Key in a layer's dict of statistics.
 
 
 class LambdaBound(NamedTuple):
-    """A function of `model.lambda_bound`. Its values lie between `lowest` and 1."""
+    """A function that bounds λ to the range from `lowest` to 1, selected by `model.lambda_bound`."""
 
     function: Callable[[jax.Array], jax.Array]
     inverse: Callable[[jax.Array], jax.Array]
@@ -53,28 +53,28 @@ LAMBDA_BOUNDS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerConstants:
-    """Constants of a layer that the config determines. Arrays are float32 scalars, or `[L]` for all layers."""
+    """Constants of one layer, computed from the config. Arrays are float32 scalars, or `[L]` for all layers."""
 
     lambda_init: jax.Array
-    post_scale: jax.Array  # Factor after the head norm. By default 1 - λ_init, which would be zero for λ_init = 1.
-    ranges_P: jax.Array | None = None  # `model.matmul_ranges` of the layer, or `[L, P]` for all layers.
-    # A token attends to itself and the `window - 1` tokens before it. None: to all tokens up to itself.
+    post_scale: jax.Array  # Factor after the head norm, by default 1 - λ_init (0 if λ_init = 1).
+    ranges_P: jax.Array | None = None  # `model.matmul_ranges`: one entry per product P, or `[L, P]` for all layers.
+    # A token attends to itself and the `window - 1` tokens before it. None: it attends to all tokens up to itself.
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
-    rotates: bool = dataclasses.field(default=True, metadata={"static": True})  # Whether there is a rotary embedding.
+    rotates: bool = dataclasses.field(default=True, metadata={"static": True})  # Whether to apply rotary embeddings.
 
     def of_layer(self, config: ModelConfig, index: int) -> "LayerConstants":
-        """Return the constants with the window and the rotary embedding of the layer at an index, from 0."""
-        place = index % len(config.windows)
-        return dataclasses.replace(self, window=config.windows[place], rotates=config.rotates[place])
+        """Return these constants with `window` and `rotates` set for the layer `index`, counted from 0."""
+        position = index % len(config.windows)
+        return dataclasses.replace(self, window=config.windows[position], rotates=config.rotates[position])
 
 
 def layer_constants(config: ModelConfig) -> LayerConstants:
     """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) and the post-norm scale 1 - λ_init for the layers l = 1, 2, ….
 
-    `SelfAttention.first_layer` replaces 1 as the number of the first layer. If `config.lambda_init` or
-    `config.post_scale` is set, that constant replaces the schedule.
+    Layers are counted from `SelfAttention.first_layer`, by default 1. `config.lambda_init` and `config.post_scale`, if
+    set, apply to all layers in place of these formulas.
     """
-    # Index l - 1 of each layer, or of the layer at the same relative depth in the model of `config.mup_base_layers`.
+    # l - 1 for each layer. With µP, l - 1 of the layer at the same relative depth in a model of `mup_base_layers`.
     layer_L = jnp.arange(config.num_layers, dtype=jnp.float32) / config.depth_ratio
     layer_L += ARCHITECTURES[config.architecture].first_layer - 1
     lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
@@ -88,30 +88,32 @@ def layer_constants(config: ModelConfig) -> LayerConstants:
 
 
 class SelfAttention(nnx.Module):
-    """Self-attention of one layer, from the normalised input to the residual update: base class of all architectures.
+    """Base class of all architectures: maps a layer's normalised input to its residual update.
 
-    Class attributes and class methods describe the architecture to the rest of difftx, and the other methods compute
-    the attention. A subclass defines `project`, `weight_function` and `output`, or overrides the methods that call
-    these three.
+    Class attributes and class methods describe the architecture to the rest of difftx. The other methods compute the
+    attention. A subclass defines `project`, `weight_function` and `output`, or overrides the methods that call them.
 
-    A call runs `operands`, `attend`, `combine` and `output`. `operands` calls `project` for queries, keys and values,
-    and shards them for the kernel, rounded if the config says so. `attend` returns the outputs of the kernel's heads,
-    `combine` those of the model's heads, and `output` the residual update. `attention_weight_inputs` returns what
-    determines the attention weights, for analyses. Queries and keys always have the axis G.
+    A call runs four methods:
+    1. `operands` calls `project` for queries, keys and values, rounds them if the config requires it, and shards them.
+    2. `attend` runs the kernel and returns one output per kernel head.
+    3. `combine` maps the kernel's heads to the heads of the model, for example by subtracting pairs.
+    4. `output` returns the residual update.
+
+    Analyses call `attention_weight_inputs` to compute attention weights. Queries and keys always have the axis G.
     """
 
-    groups: ClassVar[int] = 1  # Number of keys of width d per key/value head.
-    value_width_factor: ClassVar[int] = 1  # E / d: width of a value and of a head's output, in units of d.
+    groups: ClassVar[int] = 1  # Number of keys, each of width d, per key/value head.
+    value_width_factor: ClassVar[int] = 1  # E / d. Values and head outputs have width E, keys have width d.
     # Name of the function in `difftx.kernels` that computes the heads. It determines the available backends.
     kernel: ClassVar[Literal["diff_attention", "attention", "weighted_attention"]] = "weighted_attention"
     subtracts: ClassVar[bool] = False  # Whether the attention weights of a head are A1 - λ A2.
     fields: ClassVar[tuple[str, ...]] = ()  # Fields of `model` with `Flag.SPECIFIC` that this class uses.
-    # Frozen dataclass of the fields that only this class uses: the config group `model.NAME` of an architecture NAME,
-    # which is `config.own` here.
+    # Frozen dataclass of the config fields that only this architecture uses. Users set them as `model.NAME.…`, where
+    # NAME is the architecture. Methods of this class read them from `config.own`.
     own_config: ClassVar[type | None] = None
-    default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` unless a config or a caller sets it.
-    replaced_heads: ClassVar[int] = 1  # Number of heads of the matched Transformer that one head replaces.
-    first_layer: ClassVar[int] = 1  # Number l of the first layer in the schedule of λ_init.
+    default_head_norm: ClassVar[str] = "none"  # Value of `model.head_norm` if the user does not set it.
+    replaced_heads: ClassVar[int] = 1  # One head replaces this many heads of the matched Transformer.
+    first_layer: ClassVar[int] = 1  # The value of l for the first layer in the λ_init schedule.
     mlp: ClassVar[type[SwiGLU]] = SwiGLU  # Class of the MLP in the same layer.
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
@@ -135,15 +137,16 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def tensors(cls, config: ModelConfig) -> dict[str, tuple[str, str, str]]:
-        """Return name → axes, parameter and its axes, for each weight in the files of `modeling_difftx.py`.
+        """Return, for each exported weight, its axes in the export, the parameter's name and the parameter's axes.
 
-        `difftx/interop/parameters.py` explains the strings of axes. Norms and λ vectors are not included.
+        The keys are weight names of `modeling_difftx.py`. `difftx/interop/parameters.py` explains the strings of axes.
+        Norms and λ vectors are not included.
         """
         raise NotImplementedError
 
     @classmethod
     def check_rows(cls, config: ModelConfig, tokens: int) -> None:
-        """Raise `UserError` if the config has a value that does not suit rows of this number of tokens."""
+        """Raise `UserError` if the architecture cannot process rows of `tokens` tokens with this config."""
 
     @classmethod
     def backends(cls, *, quantized: bool) -> tuple[str, ...]:
@@ -152,7 +155,7 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
-        """Return the number of query sub-heads in `num_heads` heads. By default, d is d_model / this number."""
+        """Return the number of query sub-heads. If `model.head_dim` is not set, d is d_model / this number."""
         return cls.groups * num_heads
 
     @classmethod
@@ -162,16 +165,16 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def kv_heads(cls, config: ModelConfig) -> int:
-        """Return the number of key/value heads if `model.num_kv_heads` is not set."""
+        """Return the default number of key/value heads, for configs that do not set `model.num_kv_heads`."""
         return config.num_heads
 
     @classmethod
     def configure(cls, c: ConfigDict, heads: int) -> None:
-        """Set the config fields in which the architecture differs from a Transformer with `heads` heads.
+        """Set the config fields of this architecture, given the config of a Transformer with `heads` heads.
 
-        `difftx.model.matching.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
+        `difftx.model.matching.match` then adjusts `model.mlp_dim` so that both have equally many parameters.
         """
-        if heads % cls.replaced_heads:  # Heads of another number would have another width.
+        if heads % cls.replaced_heads:  # Rounding the number of heads would change the head width.
             raise UserError(
                 f"architecture {c.model.architecture!r}: one head replaces {cls.replaced_heads} of the Transformer, "
                 f"which do not divide its {heads} heads; use a multiple of {cls.replaced_heads}"
@@ -183,10 +186,10 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def matrices_by_group(cls, config: ModelConfig, name: str, weight: jax.Array) -> dict[str, jax.Array]:
-        """Return the parts of a weight for A1 and A2, such as "query_1" and "query_2", by name.
+        """Split a weight into its slices for A1 and A2, with names such as "query_1" and "query_2".
 
-        A weight with groups has the shape `[L, D, H, G, d]`. The part for A1 has all but the last index of the group
-        axis, and the part for A2 the last index. All other weights have fewer axes and are one part.
+        Only weights with the group axis, `[L, D, H, G, d]`, are split: the last index of G computes A2, the other
+        indices compute A1. Other weights have fewer axes and are returned whole.
         """
         if weight.ndim != 5:
             return {name: weight}
@@ -200,11 +203,11 @@ class SelfAttention(nnx.Module):
         segment_ids_BT: jax.Array | None,
         watch: bool | jax.Array = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each.
+        """Return the residual update `[B, T, D]` and statistics of the layer by name, one float32 scalar each.
 
-        If `watch` is not False, the statistic `LARGEST_LOGITS`, `[H, G]`, has the largest logit of each of the kernel's
-        heads and groups, before the rounding of `model.attention_logit_bits`. `watch` may be a traced boolean: the
-        statistic is 0 where that is false.
+        If `watch` is not False, the statistic `LARGEST_LOGITS` is the largest logit per kernel head and group,
+        `[H, G]`, before `model.attention_logit_bits` rounds the logits. If `watch` is a traced boolean, the statistic
+        is 0 in steps where `watch` is false.
         """
         q, k, v = self.operands(x_BTD, angles, constants)
         heads_BTHE = self.combined(self.attend(q, k, v, x_BTD, constants, segment_ids_BT), x_BTD)
@@ -221,20 +224,22 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def query_factors(cls, config: ModelConfig, factor_LHG: jax.Array) -> jax.Array:
-        """Return factors of the logits of the kernel's heads, `[L, H, G]`, as factors of the heads of a query weight.
+        """Convert one factor per kernel head, `[L, H, G]`, to one factor per head of the query weight `[L, D, …, d]`.
 
-        The order of the factors is that of the heads in the weight `[L, D, …, d]`.
+        Multiplying the query weight by the result multiplies the logits by `factor_LHG`. Override this method if the
+        kernel's heads are in another order than the query weight's heads.
         """
         return factor_LHG
 
     def extend(
         self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants, cache: KVCache | None, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the residual update `[B, T, D]` of new tokens, which also attend to cached tokens, and cache entries.
+        """Return the residual update `[B, T, D]` of new tokens, and a tuple to be stored in the cache.
 
-        Without a cache, the new tokens are whole prompts, which pass through the kernel of the training. The entries
-        are `(k, v)` of the new tokens. If the cache evicts tokens, the attention mass per new token `[B, T, K]` and per
-        slot `[B, K, S]` follows, as `cached.weighted_attention` returns it.
+        New tokens attend to cached tokens and to each other. If `cache` is None, the new tokens are whole prompts, and
+        the same kernel as in training computes them. The tuple holds the keys and values of the new tokens. If the
+        cache evicts tokens, it also holds the attention mass per new token, `[B, T, K]`, and per cache slot,
+        `[B, K, S]` (see `cached.weighted_attention`).
         """
         q, k, v = self.operands(x_BTD, angles, constants)
         if cache is None:
@@ -253,7 +258,7 @@ class SelfAttention(nnx.Module):
         segment_ids_BT: jax.Array | None,
         queries_BC: jax.Array,
     ) -> AttentionRows:
-        """Return the attention weights of the queries at the positions `queries_BC`."""
+        """Compute the attention weights of the queries at the row positions `queries_BC`."""
         q, k, _ = self.operands(x_BTD, angles, constants)
         weight_function, q, k, weight_argument = self.attention_weight_inputs(q, k, x_BTD, constants)
         options = {"weight_argument": weight_argument, "segment_ids_BT": segment_ids_BT, "window": constants.window}
@@ -262,7 +267,7 @@ class SelfAttention(nnx.Module):
     def operands(
         self, x_BTD: jax.Array, angles: Angles, constants: LayerConstants
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries `[B, T, H, G, d]`, keys and values of `project`, sharded as `attend` expects them."""
+        """Call `project` and return queries `[B, T, H, G, d]`, keys and values, sharded as `attend` expects them."""
         if not constants.rotates:
             angles = (jnp.ones_like(angles[0]), jnp.zeros_like(angles[1]))  # The angle 0 for each token.
         q, k, v = self.project(x_BTD, angles)
@@ -272,21 +277,21 @@ class SelfAttention(nnx.Module):
         return reshard(q, grouped), reshard(k, grouped), reshard(v, self.layout.attend_BTHE)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries `[B, T, H, G, d]` and keys `[B, T, K, G, d]` after `rotated`, and values `[B, T, K, E]`.
+        """Return queries `[B, T, H, G, d]`, keys `[B, T, K, G, d]` and values `[B, T, K, E]` in the dtype of `x_BTD`.
 
-        The dtype is that of `x_BTD`.
+        Implementations must pass queries and keys through `rotated`.
         """
         raise NotImplementedError
 
     def add_biases(self, *weights: nnx.Param) -> None:
-        """Create the biases of queries, keys and values, given their weights, if `model.attention_bias` is set."""
+        """Create biases for queries, keys and values if `model.attention_bias` is set."""
         if self.config.attention_bias:
             self.query_bias, self.key_bias, self.value_bias = (
                 vector(jnp.zeros(weight.shape[1:], jnp.float32, out_sharding=self.layout.vector)) for weight in weights
             )
 
     def biased(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values with the biases of `add_biases`, if any."""
+        """Add the biases that `add_biases` created, if any."""
         if not self.config.attention_bias:
             return q, k, v
         biases = (bias.astype(q.dtype)[None, None] for bias in (self.query_bias, self.key_bias, self.value_bias))
@@ -294,11 +299,11 @@ class SelfAttention(nnx.Module):
         return q, k, v
 
     def rotated(self, q: jax.Array, k: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
-        """Return queries and keys after the norm of `model.qk_norm`, if any, and the rotary embedding."""
+        """Apply the norm if `model.qk_norm` is set, then the rotary embedding, to queries and keys."""
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
-        # Remat then saves these in place of the projections, which only the backward pass of a norm needs.
+        # Without a norm, the backward pass does not need the projections, so remat saves the rotated arrays instead.
         return (q, k) if self.config.qk_norm else checkpoint_name((q, k), SAVED)
 
     def attend(
@@ -310,7 +315,7 @@ class SelfAttention(nnx.Module):
         constants: LayerConstants,
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
-        """Return the outputs of the heads, `[B, T, H, E]`, sharded by the layout."""
+        """Run the kernel and return one output per kernel head, `[B, T, H, E]`, sharded as the layout says."""
         function = self.kernel if self.config.attention_logit_bits is None else "weighted_attention"
         return kernels.attend(
             function,
@@ -324,38 +329,37 @@ class SelfAttention(nnx.Module):
         )
 
     def weight_function(self) -> WeightFunction:
-        """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
+        """Return the function that maps logits to attention weights, such as softmax."""
         raise NotImplementedError
 
     def weight_argument(self, constants: LayerConstants, x_BTD: jax.Array) -> jax.Array | None:
-        """Return the last argument of the weight function, such as λ, or None, given the layer's normalised input.
+        """Return the last argument of the weight function, such as λ, or None if it takes only logits.
 
-        It is a scalar, per head `[H]`, or per token and head `[B, T, H]`, with any sharding. In a cached call,
-        `x_BTD` has the new tokens only.
+        The argument is a scalar, or has the shape `[H]` (per head) or `[B, T, H]` (per token and head), with any
+        sharding. `x_BTD` is the layer's normalised input. In a cached call, it has only the new tokens.
         """
         return None
 
     def combine(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """Return the outputs of the heads, given those of the kernel's heads. By default, they are the same."""
+        """Map the outputs of the kernel's heads to those of the model's heads. By default, return them unchanged."""
         return heads_BTHE
 
     def combined(self, heads_BTHE: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """Return the outputs of the heads after `combine`, sharded as `output` expects them."""
+        """Reshard the outputs of the kernel's heads as `output` expects them, then call `combine`."""
         return self.combine(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD)
 
     def attention_weight_inputs(
         self, q: jax.Array, k: jax.Array, x_BTD: jax.Array, constants: LayerConstants
     ) -> tuple[WeightFunction, jax.Array, jax.Array, jax.Array | None]:
-        """Return the inputs that determine the attention weights of the heads after `combine`.
+        """Return what analyses need to compute attention weights: weight function, queries, keys, weight argument.
 
-        These are the weight function, queries `[B, T, H, G, d]`, keys `[B, T, K, G, d]`, and the last argument of the
-        weight function, as `weight_argument` returns it. H counts the heads after `combine`. A subclass that overrides
-        `combine` overrides this method.
+        Queries are `[B, T, H, G, d]` and keys `[B, T, K, G, d]`, where H counts the model's heads, as `combine` returns
+        them. A subclass that overrides `combine` must override this method too.
         """
         return self.weight_function(), q, k, self.weight_argument(constants, x_BTD)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, constants: LayerConstants) -> jax.Array:
-        """Return the residual update `[B, T, D]`, given the outputs of the heads and the layer's normalised input."""
+        """Return the residual update `[B, T, D]` from the outputs of the heads. `x_BTD` is the layer's input."""
         raise NotImplementedError
 
     def statistics(self, x_BTD: jax.Array, constants: LayerConstants) -> dict[str, jax.Array]:
@@ -363,7 +367,7 @@ class SelfAttention(nnx.Module):
         return {}
 
     def _configured_weight_function(self) -> WeightFunction:
-        """Return the weight function, for quantised logits if `model.attention_logit_bits` is set."""
+        """Return the weight function. If `model.attention_logit_bits` is set, it quantises the logits first."""
         config = self.config
         if config.attention_logit_bits is None:
             return self.weight_function()
@@ -382,9 +386,9 @@ class DiffAttention(SelfAttention):
 
     head_i = (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d). The output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
 
-    Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False, or one
-    in the range of `lambda_bound`. Both queries of head n use key/value head n // (H / K), as in the official code with
-    flash attention.
+    All heads of a layer share λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init. If `lambda_learned` is False, λ = λ_init.
+    If `lambda_bound` is set, λ is bounded by that function. Both queries of head n use key/value head n // (H / K), as
+    in the official code with flash attention.
     """
 
     groups = 2
@@ -393,7 +397,7 @@ class DiffAttention(SelfAttention):
     subtracts = True
     fields = tuple(default_specific_fields())
     default_head_norm = "rms_affine"
-    replaced_heads = 2  # Each head has two queries and keys, and a value of twice the width.
+    replaced_heads = 2  # A differential head has two queries, two keys and a value of twice the width.
 
     @classmethod
     def check(cls, config):
@@ -440,7 +444,7 @@ class DiffAttention(SelfAttention):
 
     @classmethod
     def query_shape(cls, config: ModelConfig) -> tuple[int, int]:
-        """Return the number of heads and of queries per head, the sizes of the middle axes of the query weight."""
+        """Return the middle axes of the query weight: the number of heads, and the number of queries per head."""
         return config.num_heads, 2
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -452,7 +456,7 @@ class DiffAttention(SelfAttention):
         return *self.rotated(q_BTHGd, k_BTKGd, angles), v_BTKE
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
-        """Return λ, a float32 scalar. In bfloat16, the error of λ would reach 0.01 (2,000 random draws, d = 128)."""
+        """Return λ, a float32 scalar. In bfloat16, λ was wrong by up to 0.01 (2,000 random draws, d = 128)."""
         if not self.has_lambda_vectors:
             return lambda_init
         exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
@@ -478,7 +482,7 @@ class DiffAttention(SelfAttention):
 
 
 class Attention(SelfAttention):
-    """Multi-head softmax attention. It has as many parameters as differential attention with half as many heads."""
+    """Multi-head softmax attention. Differential attention with half as many heads has equally many parameters."""
 
     kernel = "attention"
     fields = ("post_scale",)
@@ -487,7 +491,7 @@ class Attention(SelfAttention):
         super().__init__(config, layout, rngs=rngs)
         heads = heads_of(config)
         D, H, K, d = config.d_model, config.num_heads, heads.kv_heads, heads.d_head
-        # Without groups, weights of queries and keys have three axes, so they are sharded like those of values.
+        # The query and key weights have no group axis here, so they are sharded like the value weights.
         self.query_DHd = projection(config, (D, heads.query_heads, d), 1, layout.value_DKE, rngs=rngs)
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
@@ -525,7 +529,7 @@ class Attention(SelfAttention):
 
 
 def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:
-    """Return the concatenated heads times the output projection, `[B, T, D]`."""
+    """Concatenate the heads and multiply them by the output projection. The result is `[B, T, D]`."""
     return linear("BTHE,HED->BTD", heads_BTHE, output_HED, layout.act_BTD)
 
 
@@ -538,7 +542,7 @@ def require_no_head_norm(config: ModelConfig) -> None:
 
 
 def require_field(config: ModelConfig, name: str, usual: str) -> None:
-    """Raise `UserError` if a field of the architecture's own group is not set. The message proposes the usual value."""
+    """Raise `UserError` if the field `model.ARCHITECTURE.name` is not set. The message proposes the value `usual`."""
     if getattr(config.own, name) is None:
         path = f"model.{config.architecture}.{name}"
         raise UserError(f"{path}=None: architecture {config.architecture!r} requires it; {usual} is common")

@@ -1,6 +1,6 @@
 """The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers (arXiv 2410.05258, §2.2)."""
 # Axes: B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads,
-#   N = groups of layers, P = layers of a group
+#   N = groups of layers, P = layers per group
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,23 +21,23 @@ from difftx.model.layers import RMSNorm, observed, rotary_angles, scaled, soft_c
 from difftx.model.products import PRODUCT
 from difftx.parallel.layout import Layout, reshard
 
-UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
-LAYER_INPUT = "layer_input"  # Name by which a remat policy refers to the input of a layer.
-# Maps the output of a layer `[B, T, D]` and the index of the layer, from 1, to a new output and a result to keep.
+UNROLLED_LAYERS = 8  # Models with at most this many layers may be unrolled instead of scanned (`Decoder.walk`).
+LAYER_INPUT = "layer_input"  # Name of a layer's input in remat policies.
+# A function of a layer's output `[B, T, D]` and the layer's index from 1. It returns a new output, and a result that
+# `Decoder` collects.
 type Hook = Callable[[jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 def _saves_products(primitive: Any, *arguments: Any, **params: Any) -> bool:
-    """Return whether the policy "dots" saves the results of an operation: products with weights, and attention."""
+    """Return whether an operation is a product with weights or attention. The remat policy "dots" saves its result."""
     policies = jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _saves_named
     return primitive.name == CUDNN_FORWARD or any(policy(primitive, *arguments, **params) for policy in policies)
 
 
 _saves_named = jax.checkpoint_policies.save_only_these_names(SAVED, PRODUCT)
 
-# `model.remat` selects which values the forward pass saves. The backward pass recomputes all others. "none" has no
-# policy, because a policy that saves everything would also save the attention weights, which `kernels/xla.py`
-# recomputes in chunks.
+# `model.remat` selects which values the forward pass saves. The backward pass recomputes all other values. "none" is
+# not listed: a policy that saves everything would also save the attention weights, which `kernels/xla.py` recomputes.
 REMAT_POLICIES = {
     "dots": _saves_products,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -66,7 +66,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Extra]:
         """Return the output of the layer, `[B, T, D]`, and the second result of `attend`.
 
-        `attend` maps the normalised input `[B, T, D]` to the residual update and a second result.
+        `attend` is called with the normalised input `[B, T, D]`. It returns the residual update and any second result.
         """
         with jax.named_scope("attention"):
             update_BTD, extra = attend(self.attention_norm(x_BTD))
@@ -76,7 +76,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model with float32 weights, and with activations in `config.compute_dtype`."""
+    """A decoder-only language model. Weights are float32, and activations have the dtype `config.compute_dtype`."""
 
     def __init__(self, config: ModelConfig, layout: Layout | None = None, *, rngs: nnx.Rngs):
         check_attention(config)
@@ -102,9 +102,9 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Return float32 logits of the next tokens, `[B, T, V]`, and per-layer statistics by name, `[L]` each.
 
-        All arrays are int32. By default, positions are 0, 1, 2, … in each row, and each row is one segment. A token
-        attends only to tokens of its own segment. `hook` replaces the output of each layer by its first result, under
-        JAX's tracing. Its second results are the statistic "hook", arrays stacked to `[L, …]`.
+        All input arrays are int32. By default, positions are 0, 1, 2, … in each row, and each row is one segment. A
+        token attends only to tokens of its own segment. `hook` is called with the traced output of each layer. Its
+        first result replaces that output, and its second results are stacked to the statistic "hook", `[L, …]`.
         """
         x_BTD, stats = self.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT, hook=hook)
         return self.logits(x_BTD), stats
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics by name, `[L]` each.
 
-        With `watch`, the statistic `LARGEST_LOGITS` is `[L, H, G]` (`SelfAttention`).
+        With `watch`, the statistics include `LARGEST_LOGITS`, `[L, H, G]` (see `SelfAttention.__call__`).
         """
         if self.layout.zigzag:
             if positions_BT is None:
@@ -140,8 +140,8 @@ class Decoder(nnx.Module):
             return x_BTD, stats
 
         if self.config.remat != "none":
-            # XLA cannot merge the recomputation with the forward pass across scans. But if an iteration has several
-            # layers, XLA could recompute all of them before the last one's backward pass. `prevent_cse` forbids it.
+            # With one layer per scan iteration, XLA cannot merge the recomputation with the forward pass anyway. With
+            # several, XLA could recompute all of them before the backward pass of the last. `prevent_cse` forbids it.
             is_group = len(self.config.windows) > 1
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=is_group)
         indices_L = () if hook is None else (jnp.arange(1, self.config.num_layers + 1),)
@@ -152,10 +152,11 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache | None, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the normalised output `[B, T, D]` for new tokens, and what `SelfAttention.extend` returns, `[L, …]`.
+        """Return the normalised output `[B, T, D]` for new tokens, and their entries for the cache, each `[L, …]`.
 
-        The new tokens attend to each other and to cached tokens as far as `segments` allows. `cache` holds the cached
-        keys and values of all layers, stacked along a leading axis L. It is None for whole prompts.
+        New tokens attend to each other and to cached tokens as far as `segments` allows. `cache` holds the cached keys
+        and values of all layers, stacked along a leading axis L, or is None if the new tokens are whole prompts.
+        `SelfAttention.extend` describes the entries.
         """
         angles = self.angles(tokens_BT.shape[1], positions_BT)
 
@@ -166,7 +167,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), entries
 
     def separate_layers(self) -> None:
-        """Give each layer's weights arrays of their own, as `LanguageModel.weights` has them."""
+        """Replace the stacked weights by separate arrays per layer, as in `LanguageModel.weights`."""
         self.blocks = nnx.List([layer_of(self.blocks, i) for i in range(self.config.num_layers)])
 
     def attention_rows[Found](
@@ -178,11 +179,11 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> Found:
-        """Return an analysis of the attention weights in each layer.
+        """Call `of_layer` with the attention weights of each layer, and return the stacked results.
 
-        `queries_BC` are the int32 positions of the selected queries in each row. `of_layer` reduces the attention
-        weights of these queries in one layer to a tree of arrays, and the trees of all layers are stacked along a
-        leading axis `[L]`. Only one layer's attention weights exist at a time.
+        `queries_BC` are the int32 positions of the queries for which weights are computed. `of_layer` reduces the
+        weights of one layer to a tree of arrays. The trees are stacked along a leading axis `[L]`. The weights of only
+        one layer exist at a time.
         """
         angles = self.angles(tokens_BT.shape[1], positions_BT)
 
@@ -198,9 +199,9 @@ class Decoder(nnx.Module):
         return self.walk(layer, self.embed(tokens_BT))[1]
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Return float32 logits `[B, T, V]` of a few tokens, given the output of `hidden`.
+        """Return float32 logits `[B, T, V]` from the output of `hidden`.
 
-        For many tokens, `difftx.training.loss` computes logits in chunks.
+        Use this for a few tokens. For many tokens, `difftx.training.loss` computes logits in chunks.
         """
         weight_VD, sharding = self.unembedding().astype(x_BTD.dtype), self.layout.logits_BTV
         kind = {"preferred_element_type": jnp.float32, "out_sharding": sharding}
@@ -209,19 +210,19 @@ class Decoder(nnx.Module):
     def unembedding(self) -> jax.Array:
         """Return the float32 matrix `[V, D]` that maps hidden states to logits before `model.logit_soft_cap`.
 
-        It contains the factor of µP on the logits.
+        The matrix is already multiplied by µP's logit factor.
         """
         weight_VD = (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
-        # In inference, the weight may be bfloat16. A product in bfloat16 would round the factor too.
+        # In inference, the weight may be bfloat16. Multiplying in bfloat16 would round the factor.
         return scaled(weight_VD.astype(jnp.float32), 1 / self.config.width_ratio)
 
     def walk(self, layer: Callable[..., Any], carry: Any, *inputs_L: Any, may_unroll: bool = False) -> tuple[Any, Any]:
-        """Return the last carry and the stacked results of `carry, result = layer(carry, block, constants, *inputs)`.
+        """Scan `carry, result = layer(carry, block, constants, *inputs)` over the layers.
 
-        `inputs_L` are trees of arrays `[L, …]`. With `may_unroll`, a shallow model without remat is unrolled: a scan
-        would copy the values saved for the backward pass into stacked arrays, which took a third of a step on CPUs.
-        Otherwise, compile time must not grow with depth. As windows are static, an iteration of the scan applies a
-        group of layers, one for each letter of `model.window_pattern`.
+        Return the last carry and the stacked results. `inputs_L` are trees of arrays `[L, …]`. The scan keeps compile
+        time independent of depth. Windows are static, so one iteration applies a group of layers, one for each letter
+        of `model.window_pattern`. With `may_unroll`, a shallow model without remat is unrolled instead: a scan would
+        copy the values saved for the backward pass into stacked arrays, which took a third of a step on CPUs.
         """
         constants_L, period = layer_constants(self.config), len(self.config.windows)
         if self.config.matmul_ranges:
@@ -249,20 +250,20 @@ class Decoder(nnx.Module):
         return carry, jax.tree.map(_merge_axes, outputs_NP)
 
     def angles(self, length: int, positions_BT: jax.Array | None = None) -> Angles:
-        """Return the angles of the rotary embedding for rows of `length` tokens, by default at positions 0, 1, 2, …"""
+        """Return the angles of the rotary embedding. By default, tokens have the positions 0, …, `length` - 1."""
         positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
         return rotary_angles(positions, self.config)
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
-        """Return the input of the first layer, `[B, T, D]`."""
-        # The lookup is in float32, because the gradient of a frequent token is a sum of thousands of terms.
+        """Look up the token embeddings, the input of the first layer, `[B, T, D]`."""
+        # Look up in float32: the gradient of a frequent token's embedding is a sum of thousands of terms.
         tokens_BT = reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
         return reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)
 
 
 def _with_static_scales(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer whose products have the ranges in its constants, in their order."""
+    """Wrap a layer so that its matrix products, in order, use the input ranges in `constants.ranges_P`."""
 
     def scaled_layer(carry: Any, block: Block, constants: LayerConstants, *others: Any) -> Any:
         assert constants.ranges_P is not None
@@ -274,27 +275,27 @@ def _with_static_scales(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_axis(x_L: jax.Array, period: int) -> jax.Array:
-    """Return `[L, …]` as `[L / period, period, …]`, with the sharding of the other axes.
+    """Reshape `[L, …]` to `[L / period, period, …]` and keep the sharding of the other axes.
 
-    Without `out_sharding`, JAX drops the mesh axes of an axis with one entry, such as the rows of a single prompt.
+    Without `out_sharding`, JAX removes the sharding of axes of size 1, such as the batch axis of a single prompt.
     """
     sharding = jax.P(None, *jax.typeof(x_L).sharding.spec)
     return jnp.reshape(x_L, (-1, period, *x_L.shape[1:]), out_sharding=sharding)
 
 
 def _merge_axes(x_NP: jax.Array) -> jax.Array:
-    """Return `[N, P, …]` as `[N P, …]`: the inverse of `_split_axis`."""
+    """Reshape `[N, P, …]` to `[N P, …]`, the inverse of `_split_axis`."""
     sharding = jax.P(*jax.typeof(x_NP).sharding.spec[1:])
     return jnp.reshape(x_NP, (-1, *x_NP.shape[2:]), out_sharding=sharding)
 
 
 def _unstacked[Stacked](stacked_P: Stacked, period: int) -> list[Stacked]:
-    """Return the layers of a group, whose gradients the backward pass stacks in one operation."""
+    """Split a group's stacked arrays into a list of layers, so that the backward pass stacks gradients only once."""
     leaves, tree = jax.tree.flatten(stacked_P)
     unstacked = [jnp.unstack(x_P) for x_P in leaves]
     return [jax.tree.unflatten(tree, [by_layer[i] for by_layer in unstacked]) for i in range(period)]
 
 
 def layer_of[Stacked](stacked: Stacked, index: int) -> Stacked:
-    """Return one layer's entries of arrays that are stacked along the axis of layers."""
+    """Return the entries of one layer from arrays that are stacked along a leading layer axis."""
     return jax.tree.map(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), stacked)

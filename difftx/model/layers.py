@@ -29,12 +29,12 @@ class RMSNorm(nnx.Module):
         self.scale = vector(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the normalised `x`, in the dtype of `x`."""
+        """Normalise `x`. The result has the dtype of `x`."""
         return _scaled(normalized(x, self.eps), self.scale[...])
 
 
 class HeadNorm(nnx.Module):
-    """The norm of each head's output that `model.head_norm` names, or a learned factor in place of a norm."""
+    """The norm of each head's output, or the learned factor in its place, that `model.head_norm` selects."""
 
     def __init__(self, config: ModelConfig, width: int, layout: Layout):
         self.eps, self.kind = config.head_norm_eps, config.head_norm
@@ -47,7 +47,7 @@ class HeadNorm(nnx.Module):
             self.scale = vector(initial[self.kind])
 
     def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
-        """Return the normalised outputs of the heads, in their dtype."""
+        """Normalise or scale the heads' outputs. The dtype stays the same."""
         if self.kind in ("rms", "rms_affine"):
             heads_BTHE = normalized(heads_BTHE, self.eps)
         if not hasattr(self, "scale"):
@@ -57,7 +57,7 @@ class HeadNorm(nnx.Module):
 
 
 def normalized(x: jax.Array, eps: float) -> jax.Array:
-    """Return `x` divided by the root of its mean square over the last axis, computed in float32, in its dtype."""
+    """Divide `x` by its root mean square over the last axis. Compute in float32 and return the dtype of `x`."""
     x_f32 = x.astype(jnp.float32)
     return (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -78,7 +78,7 @@ class SwiGLU(nnx.Module):
 
     @classmethod
     def tensors(cls) -> dict[str, tuple[str, str, str]]:
-        """Return the weights as `SelfAttention.tensors` does."""
+        """Return the exported weights in the format of `SelfAttention.tensors`."""
         return {
             "gate_proj.weight": ("F D", "gate_DF", "D F"),
             "up_proj.weight": ("F D", "up_DF", "D F"),
@@ -86,7 +86,7 @@ class SwiGLU(nnx.Module):
         }
 
     def activation(self, gate_BTF: jax.Array) -> jax.Array:
-        """Return the factor of `x W_up`, given `x W_gate`."""
+        """Apply the activation function to `x W_gate`. The result is multiplied by `x W_up`."""
         return jax.nn.silu(gate_BTF)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -95,8 +95,9 @@ class SwiGLU(nnx.Module):
         return linear("BTF,FD->BTD", self.activation(gate_BTF) * up_BTF, self.down_FD, self.layout.act_BTD)
 
 
-# Called for each product of a layer while JAX traces it, with the arguments of `multiply` after the first. It returns
-# the largest magnitude of the input for a static scale, or None for scales per row.
+# A function that is called for each product with a weight while JAX traces a layer. It receives the subscripts, the
+# input, the weight and the sharding. It returns the largest magnitude of the input, from which `multiply` computes a
+# static scale, or None to compute one scale per row.
 type Observer = Callable[[str, jax.Array, jax.Array, P], jax.Array | None]
 _OBSERVER: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("observer", default=None)
 
@@ -114,8 +115,8 @@ def observed(observer: Observer) -> Iterator[None]:
 def linear(subscripts: str, x: jax.Array, weight: nnx.Param, sharding: P) -> jax.Array:
     """Return `jnp.einsum(subscripts, x, weight)` with this sharding, in the dtype of `x`.
 
-    The weight, if `projection` has made it, states the precision of the product: `model.matmul`. Its value may be an
-    `Adapted` (model/lora.py), whose change is in the dtype of `x`.
+    Weights made by `projection` carry the precision of the product, `model.matmul`, as metadata. A weight with a LoRA
+    adapter is an `Adapted` (model/lora.py). Its low-rank product is computed in the dtype of `x`.
     """
     matmul, observer = weight.get_metadata().get("matmul", COMPUTE_DTYPE), _OBSERVER.get()
     adapted = value if isinstance(value := weight.get_value(), Adapted) else None
@@ -136,9 +137,10 @@ def linear(subscripts: str, x: jax.Array, weight: nnx.Param, sharding: P) -> jax
 def multiply(
     matmul: str, subscripts: str, x: jax.Array, weight: jax.Array, sharding: P, largest: jax.Array | None = None
 ) -> jax.Array:
-    """Return `jnp.einsum(subscripts, x, weight)` in a precision of `model.matmul`, in the dtype of `x`.
+    """Return `jnp.einsum(subscripts, x, weight)` in the dtype of `x`.
 
-    `largest` is the largest magnitude of `x` for a static scale.
+    `matmul` is the precision of the product, a value of `model.matmul`. If `largest`, the largest magnitude of `x`, is
+    given, the scale of `x` is static.
     """
     if matmul in ROUNDED_WEIGHTS:
         x_axes, weight_axes, _ = subscripts.replace("->", ",").split(",")
@@ -151,7 +153,8 @@ def _linear(
     matmul: str, subscripts: str, sharding: P, x: jax.Array, weight: jax.Array, largest: jax.Array | None
 ) -> jax.Array:
     if x.shape[1] == 1 and target.platform() == "gpu":
-        # For a single row, XLA would replace the product by a sum over a scaled copy of `weight`, which it may write.
+        # XLA turns a product with one row into an elementwise product and a sum, and may write the elementwise product,
+        # which is as large as `weight`, to memory. A second row avoids it.
         x = jnp.pad(x, [(0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)])
         return _product(matmul, subscripts, sharding, x, weight, largest)[:, :1]
     return _product(matmul, subscripts, sharding, x, weight, largest)
@@ -161,12 +164,12 @@ def _product(matmul, subscripts, sharding, x, weight, largest):
     if matmul not in PRECISIONS:
         return jnp.einsum(subscripts, x, weight, out_sharding=sharding)
     dtypes = (PRECISIONS[matmul].forward,) * 2
-    # A remat policy that saves products must save the result in the dtype of `x`, not the sums in 32 bits.
+    # Name the result after the cast, so that a remat policy saves it in the dtype of `x` and not in 32 bits.
     return checkpoint_name(product(subscripts, x, weight, dtypes, sharding, largest).astype(x.dtype), PRODUCT)
 
 
 def _linear_forward(matmul, subscripts, sharding, x, weight, largest):
-    # This product is not a call of `_linear`, in which the remat policy "dots" would not see it.
+    # Do not call `_linear` here: the remat policy "dots" does not see products inside it.
     return _product(matmul, subscripts, sharding, x, weight, largest), (x, weight)
 
 
@@ -180,11 +183,11 @@ def _linear_backward(matmul, subscripts, sharding, saved, dout):
         transposed, dtypes = f"{out_axes},{weight_axes}->{x_axes}", (precision.gradient, precision.forward)
         dx_sharding = jax.NamedSharding(mesh, jax.typeof(x).sharding.spec)
         dx = product(transposed, dout, weight, dtypes, dx_sharding).astype(x.dtype)
-    # The type of a weight that was created without a mesh has no mesh.
+    # Name the mesh explicitly, because the type of a weight that was created without a mesh has none.
     sharding = jax.NamedSharding(mesh, jax.typeof(weight).sharding.spec)
     if precision is None or not precision.rounds_weight_gradient:
-        # JAX would derive the weight's gradient as a transposed product. XLA's CPU backend then computes transposed
-        # copies of `dout`, which takes a third of the MLP's time.
+        # JAX would derive the weight's gradient as a transposed product, for which XLA's CPU backend transposes `dout`.
+        # That takes a third of the MLP's time.
         gradient = f"{out_axes},{x_axes}->{weight_axes}"
         return dx, jnp.einsum(gradient, dout, x, out_sharding=sharding).astype(weight.dtype), None
     gradient, dtypes = f"{x_axes},{out_axes}->{weight_axes}", (precision.forward, precision.gradient)
@@ -195,7 +198,7 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 
 def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
-    """Return cap tanh(logits / cap), whose magnitudes are at most `cap` (arXiv 2408.00118). None: no cap."""
+    """Return cap tanh(logits / cap), which limits magnitudes to `cap` (arXiv 2408.00118). None: no cap."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -207,21 +210,21 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
 def projection(
     config: ModelConfig, shape: Sequence[int], inputs: int, spec: P, *, rngs: nnx.Rngs, output: bool = False
 ) -> nnx.Param:
-    """Return a float32 weight, initialised by `model.init`, whose first `inputs` axes contract with the activations.
+    """Create a float32 weight, initialised as `model.init` says.
 
-    `output` marks the last weight of a residual branch, which starts as zero if `model.zero_init_output` is True. The
-    weight's `matrix_axes` tell optimizers that it is a linear map from the first to the other axes. Its `matmul` tells
-    `linear` the precision of products.
+    Products contract its first `inputs` axes with the activations. `output` marks the last weight of a residual branch,
+    which starts as zero if `model.zero_init_output` is True. The metadata `matrix_axes` tells optimizers which axes are
+    inputs and which are outputs. The metadata `matmul` tells `linear` the precision of products.
     """
     in_axis, out_axis = tuple(range(inputs)), tuple(range(inputs, len(shape)))
     if output and config.zero_init_output:
         init = jax.nn.initializers.zeros
     elif config.init == "fan_in":
-        # The official code uses torch's Linear, whose default is U(±1/√fan_in).
+        # The official code uses torch's Linear. Its default initialisation is U(±1/√fan_in).
         init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis)
     else:
         init = jax.nn.initializers.normal(config.init_std / math.sqrt(config.width_ratio))
-    # Counted from the end, because `Decoder` stacks the weights of all layers along a leading axis.
+    # Count axes from the end, because `Decoder` stacks the weights of all layers along a leading axis.
     axes = tuple(tuple(axis - len(shape) for axis in part) for part in (in_axis, out_axis))
     return nnx.Param(
         init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec), matrix_axes=axes, matmul=config.matmul
@@ -229,7 +232,7 @@ def projection(
 
 
 def vector(value: jax.Array, *, is_lambda: bool = False) -> nnx.Param:
-    """Return a parameter without weight decay that stays float32 in inference, such as a norm gain or a λ vector.
+    """Create a parameter without weight decay, such as a norm gain or a λ vector. It stays float32 in inference.
 
     `optimizer.lambda_learning_rate_factor` applies to parameters with `is_lambda`.
     """
@@ -237,15 +240,15 @@ def vector(value: jax.Array, *, is_lambda: bool = False) -> nnx.Param:
 
 
 def constant(value: jax.Array) -> nnx.Param:
-    """Return a parameter that training does not change. The layer must apply `jax.lax.stop_gradient` to it."""
+    """Create a parameter that training does not change. The layer must apply `jax.lax.stop_gradient` to it."""
     return nnx.Param(value, is_vector=True, is_constant=True)
 
 
 def progress(layout: Layout) -> nnx.Param:
-    """Return a scalar that the optimizer raises linearly from 0 to 1 over `anneal_steps` updates.
+    """Create a scalar that the optimizer raises linearly from 0 to 1 over `anneal_steps` updates.
 
-    As a parameter, it is saved, restored and averaged with the weights. The layer must apply `jax.lax.stop_gradient`
-    to it.
+    The scalar is a parameter, so it is saved, restored and averaged with the weights. The layer must apply
+    `jax.lax.stop_gradient` to it.
     """
     return nnx.Param(jnp.zeros((), jnp.float32, out_sharding=layout.vector), is_vector=True, is_progress=True)
 
@@ -258,8 +261,8 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
     width = heads_of(config).d_head
     frequencies = config.rope_theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     c = config.rope_scaling
-    if c.factor != 1:  # For a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783).
-        rotations = frequencies * (c.original_max_position_embeddings / (2 * math.pi))  # Over the original context.
+    if c.factor != 1:  # Adapt to a longer context than in pre-training, as in Llama 3.1 (arXiv 2407.21783).
+        rotations = frequencies * (c.original_max_position_embeddings / (2 * math.pi))  # Per original context.
         kept = jnp.clip((rotations - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor), 0, 1)
         frequencies = frequencies * (kept + (1 - kept) / c.factor)
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
@@ -269,8 +272,8 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate each pair of channels i and i + d/2 of `x`, `[B, T, heads…, d]`, by angles `[B or 1, T, d/2]`.
 
-    Hugging Face uses the same pairs. The official code of the Differential Transformer rotates channels 2i and 2i + 1,
-    which is equivalent up to a permutation of the channels.
+    Hugging Face uses the same pairs. The official code of the Differential Transformer rotates channels 2i and 2i + 1.
+    Both are equivalent up to a permutation of the channels.
     """
     head_axes = tuple(range(2, x.ndim - 1))
     cos, sin = (jnp.expand_dims(a, head_axes) for a in angles)

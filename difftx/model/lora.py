@@ -1,4 +1,4 @@
-"""Weights with a low-rank adapter (LoRA, arXiv 2106.09685)."""
+"""A weight with a low-rank adapter (LoRA, arXiv 2106.09685)."""
 
 import dataclasses
 import functools
@@ -8,21 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-LORA = "lora"  # Name of the adapters among the parameters.
+LORA = "lora"  # Key of the adapters in the parameter tree.
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "a", "b"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A weight with an adapter, in place of an array. `layers.linear` adds x A B. Other code gets the merged weight."""
+    """A weight W with an adapter A B. `layers.linear` computes x W + x A B. Other code uses the merged W + A B."""
 
-    weight: jax.Array  # Axes: layers if they are stacked, inputs, outputs.
+    weight: jax.Array  # Axes: layers (if stacked), inputs, outputs.
     a: jax.Array  # Axes: layers, inputs, rank.
     b: jax.Array  # Axes: layers, rank, outputs.
     scale: float
 
     def astype(self, dtype: Any) -> jax.Array:
-        """Return the merged weight in a dtype."""
+        """Return the merged weight W + A B in a dtype, like `jax.Array.astype`."""
         sharding = jax.typeof(self.weight).sharding.spec
         change = jnp.einsum(product_subscripts(self.weight, self.a, self.b), self.a, self.b, out_sharding=sharding)
         return (self.weight + self.scale * change).astype(dtype)
@@ -32,6 +32,6 @@ class Adapted:
 
 
 def product_subscripts(weight: Any, a: Any, b: Any) -> str:
-    """Return the subscripts of the product A B, for arrays with or without an axis of layers."""
+    """Return the einsum subscripts of the product A B. The arrays may have a leading layer axis."""
     layers, inputs, axes = a.ndim + b.ndim - weight.ndim - 2, a.ndim - 1, string.ascii_uppercase[: weight.ndim]
     return f"{axes[:inputs]}r,{axes[:layers]}r{axes[inputs:]}->{axes}"

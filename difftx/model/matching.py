@@ -1,4 +1,4 @@
-"""Configs of models with as many parameters as a Transformer, and a warning for a config that is not matched."""
+"""Give a model as many parameters as a Transformer, and warn if a config is not matched in this way."""
 
 import dataclasses
 from typing import Any
@@ -12,15 +12,15 @@ from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
 from difftx.model.architectures import ARCHITECTURES, heads_of
 
-MLP_MULTIPLE = 4  # `match` sets the width of the MLP to a multiple of this number, so that four devices can share it.
+MLP_MULTIPLE = 4  # `match` rounds the MLP width to a multiple of this number, so that four devices can shard it.
 
 
 def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
-    """Convert the config of a Transformer with `heads` heads to another architecture with as many parameters.
+    """Convert the config of a Transformer with `heads` heads to another architecture with equally many parameters.
 
-    `model.num_kv_heads` is that of the Transformer too. `SelfAttention.configure` sets the heads of the new
-    architecture. If its attention has more or fewer weights than the Transformer's, `model.mlp_dim` compensates,
-    because SwiGLU has 3 d_model weights per unit of its width. `model.matched` holds the Transformer.
+    On entry, `model.num_kv_heads` and `model.mlp_dim` are those of the Transformer. `SelfAttention.configure` sets the
+    heads of the new architecture. If its attention has more or fewer weights, `model.mlp_dim` compensates for them:
+    SwiGLU has 3 d_model weights per unit of width. `model.matched` records the Transformer's values.
     """
     c.model.matched.update(num_heads=heads, num_kv_heads=c.model.num_kv_heads, mlp_dim=c.model.mlp_dim)
     c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
@@ -33,10 +33,10 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
 
 
 def matching_warning(config: Config) -> str | None:
-    """Return a line on how a model differs in size from the Transformer that `match` made it equal to, or None.
+    """Return a warning if the model differs in size from the Transformer that `match` made it equal to, else None.
 
-    Changes after `match`, such as --config.model.d_model, may have undone the match. All models of a comparison may
-    share a change of `model.mlp_dim` or `model.num_kv_heads`, so the Transformer may have it too.
+    Flags that apply after `match`, such as --config.model.d_model, may have undone the match. If a user changes
+    `model.mlp_dim` or `model.num_kv_heads` in all models of a comparison, the Transformer has the change too.
     """
     model, matched = config.model, config.model.matched
     if matched.num_heads is None:

@@ -1,8 +1,8 @@
-"""Products of activations and weights in 8 bits, with a scale per row and per column (`model.matmul`).
+"""8-bit products of activations and weights, with one scale per row and per column (`model.matmul`).
 
-Each operand becomes numbers of 8 bits times a float32 scale, which has one value for all numbers that a sum contracts:
-X W ≈ s_x s_w Σ x̂ ŵ. A scale is the largest magnitude divided by the largest number of the dtype. Each call computes
-its scales, so they are not a state of the training, and no row of X affects another row.
+Each operand is rounded to 8-bit numbers times a float32 scale: X W ≈ s_x s_w Σ x̂ ŵ. Each row of X has one scale s_x,
+and each column of W one scale s_w. A scale is the largest magnitude divided by the largest number of the 8-bit dtype.
+Each call computes its scales, so no training state holds them, and no row of X affects another row.
 """
 
 import dataclasses
@@ -15,61 +15,61 @@ from jax import P
 
 from difftx.kernels.context import is_explicit_mesh
 
-COMPUTE_DTYPE = "compute_dtype"  # Value of `model.matmul` for products in `model.compute_dtype`.
-PRODUCT = "low_precision_product"  # Name by which a remat policy refers to the result of a product.
+COMPUTE_DTYPE = "compute_dtype"  # The value of `model.matmul` that selects products in `model.compute_dtype`.
+PRODUCT = "low_precision_product"  # Name of a product's result in remat policies.
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Dtypes of the operands of a product with a weight, and of the products for its gradients."""
+    """Dtypes of the operands in a product with a weight, for the forward pass and for the gradients."""
 
     forward: Any  # Dtype of activations and weights.
-    gradient: Any  # Dtype of the gradient of the output.
-    rounds_weight_gradient: bool  # Whether the product for the gradient of the weight is in these dtypes.
+    gradient: Any  # Dtype of the output's gradient.
+    rounds_weight_gradient: bool  # Whether the product that computes the weight's gradient also uses these dtypes.
 
 
 PRECISIONS = {
-    # Gradients vary more in magnitude than activations, and e5m2 has more exponents (arXiv 2209.05433).
+    # Gradients vary more in magnitude than activations, so they use e5m2 with its wider exponent (arXiv 2209.05433).
     "fp8": Precision(jnp.float8_e4m3fn, jnp.float8_e5m2, True),
-    # The gradient of a weight sums over tokens, whose gradients differ too much in magnitude for 255 equal steps.
-    # SwitchBack (arXiv 2304.13013) and MaxText leave this product in 16 bits too.
+    # A weight's gradient is a sum over tokens. Their gradients differ too much in magnitude for 255 equal steps, so
+    # this product stays in 16 bits, as in SwitchBack (arXiv 2304.13013) and MaxText.
     "int8": Precision(jnp.int8, jnp.int8, False),
 }
-# `model.matmul` → dtype of rounded weights in products that are otherwise in the compute dtype.
+# `model.matmul` → dtype to which only the weights are rounded. The product itself is in `model.compute_dtype`.
 ROUNDED_WEIGHTS = {"int8_weights": jnp.int8, "int4_weights": jnp.int4}
-GROUP = 128  # Inputs of an output that share a scale, in int4.
+GROUP = 128  # In int4, this many consecutive input weights of an output share a scale.
 
 
 def quantize(
     x: jax.Array, axes: tuple[int, ...], dtype: Any, largest_x: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `x` as numbers of a dtype and their float32 scale, which has size 1 along `axes`.
+    """Round `x` to numbers of `dtype` times a float32 scale. Return both. The scale has size 1 along `axes`.
 
-    If a number is not finite, neither is its scale, so a product has such numbers too. `largest_x` is the largest
-    magnitude for a static scale, a scalar. Larger numbers are clipped.
+    If a number in `x` is not finite, its scale is not finite either, so products show it. If the scalar `largest_x` is
+    given, the scale is static, and larger magnitudes are clipped.
     """
     info = (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype)
     largest, x = float(info.max), x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / largest
     if largest_x is not None:
         scale = jnp.full_like(scale, largest_x / largest)
-    # A subnormal scale has few digits, so that a quotient may exceed the largest number.
+    # Clip, because a subnormal scale has few digits, and the quotient may exceed the dtype's largest number.
     codes = jnp.clip(x / jnp.where(scale > 0, scale, 1), -largest, largest)
     return (jnp.round(codes) if jnp.issubdtype(dtype, jnp.integer) else codes).astype(dtype), scale
 
 
 def group_size(inputs: int, dtype: Any) -> int:
-    """Return the number of consecutive inputs of an output that share a scale.
+    """Return how many consecutive input weights of an output share a scale.
 
-    In int4, these are `GROUP` inputs, or fewer if that does not divide their number. In int8, they are all inputs.
+    In int8, all of them. In int4, `GROUP`, or fewer if `GROUP` does not divide the number of inputs.
     """
     return math.gcd(inputs, GROUP) if dtype == jnp.int4 else inputs
 
 
 def groups_of(weight: jax.Array, inputs: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return a weight `[inputs…, outputs…]` as numbers `[groups, inputs of a group, outputs…]`, and their scales.
+    """Quantise a weight `[inputs…, outputs…]` to numbers `[groups, inputs per group, outputs…]` and their scales.
 
-    `inputs` is the number of its input axes.
+    `inputs` is the number of input axes of the weight.
     """
     count, outputs = math.prod(weight.shape[:inputs]), weight.shape[inputs:]
     size = group_size(count, dtype)
@@ -82,13 +82,13 @@ def groups_of(weight: jax.Array, inputs: int, dtype: Any) -> tuple[jax.Array, ja
 
 
 def rounded_weight(weight: jax.Array, inputs: int, dtype: Any) -> jax.Array:
-    """Return a weight after `groups_of` and back, in float32. Its gradient is that of the weight itself."""
+    """Quantise and dequantise a weight. The result is float32, and gradients pass through the rounding unchanged."""
     codes, scale = groups_of(weight, inputs, dtype)
     spec = jax.typeof(weight).sharding.spec if is_explicit_mesh() else None
     of_inputs = None if spec is None else P(*[None] * inputs, *spec[inputs:])
     rounded = jnp.reshape(codes.astype(jnp.float32) * scale, weight.shape, out_sharding=of_inputs)
     rounded = rounded if spec is None else jax.sharding.reshard(rounded, spec)
-    # The straight-through estimator (arXiv 1308.3432). The difference is 0 in the forward pass.
+    # Straight-through estimator (arXiv 1308.3432): the difference is 0, and only `weight` has a gradient.
     weight = weight.astype(jnp.float32)
     return jax.lax.stop_gradient(rounded) + (weight - jax.lax.stop_gradient(weight))
 
@@ -101,10 +101,10 @@ def product(
     sharding: P | jax.NamedSharding,
     largest_left: jax.Array | None = None,
 ) -> jax.Array:
-    """Return `jnp.einsum(subscripts, left, right)` of operands rounded to `dtypes`, in float32 with this sharding.
+    """Round the operands to `dtypes` and return `jnp.einsum(subscripts, left, right)` in float32 with this sharding.
 
-    The axes of the result must be those of `left` and then those of `right`, without the contracted ones.
-    `largest_left` makes the scale of `left` static.
+    The result must have the axes of `left` and then those of `right`, without the contracted axes. If `largest_left`,
+    the largest magnitude of `left`, is given, the scale of `left` is static.
     """
     left_axes, right_axes, _ = subscripts.replace("->", ",").split(",")
     shared = set(left_axes) & set(right_axes)
@@ -116,18 +116,18 @@ def product(
     kind = jnp.int32 if jnp.issubdtype(left.dtype, jnp.integer) else jnp.float32
     axes = (in_left, in_right), ((), ())
     out = jax.lax.dot_general(left, right, axes, preferred_element_type=kind, out_sharding=sharding)
-    rows = left.ndim - len(shared)  # Number of axes of the result that are those of `left`.
+    rows = left.ndim - len(shared)  # Number of axes in the result that come from `left`.
     left_scale = jnp.expand_dims(jnp.squeeze(left_scale, in_left), tuple(range(rows, out.ndim)))
     right_scale = jnp.expand_dims(jnp.squeeze(right_scale, in_right), tuple(range(rows)))
-    return out.astype(jnp.float32) * _aligned(left_scale, sharding) * _aligned(right_scale, sharding)
+    return out.astype(jnp.float32) * _shard_scale(left_scale, sharding) * _shard_scale(right_scale, sharding)
 
 
-def _aligned(scale: jax.Array, sharding: P | jax.NamedSharding) -> jax.Array:
-    """Return a scale with the sharding of the array that it multiplies, along the axes that it has."""
+def _shard_scale(scale: jax.Array, sharding: P | jax.NamedSharding) -> jax.Array:
+    """Shard a scale along its axes like the array that it multiplies."""
     if not is_explicit_mesh():
         return scale
     spec = sharding.spec if isinstance(sharding, jax.NamedSharding) else sharding
-    # The specs of `Inferred`, and of weights that were created without a mesh, are empty.
+    # The spec may be shorter than the axes: it is empty for `Inferred` and for weights created without a mesh.
     axes = [*spec, *[None] * (scale.ndim - len(spec))]
     return jax.sharding.reshard(
         scale, P(*(axis if size > 1 else None for axis, size in zip(axes, scale.shape, strict=True)))

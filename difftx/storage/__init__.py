@@ -1,1 +1,1 @@
-"""Objects in buckets: paths, conditional writes and locks. docs/storage_protocol.md states the protocol."""
+"""Objects in buckets: paths, conditional writes and locks. docs/storage_protocol.md describes the protocol."""

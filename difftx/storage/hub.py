@@ -1,7 +1,7 @@
-"""Data sets and models of the Hugging Face Hub, at a commit.
+"""Data sets and models on the Hugging Face Hub, at fixed commits.
 
-`HF_ENDPOINT` names the hub, and `HF_TOKEN` or `hf auth login` the account. The library retries 429, 5xx, lost
-connections and timeouts.
+`HF_ENDPOINT` selects the hub, and `HF_TOKEN` or `hf auth login` the account. The library `huggingface_hub` retries 429,
+5xx, lost connections and timeouts.
 """
 
 import contextlib
@@ -18,35 +18,35 @@ from difftx.storage.reading import ObjectReader
 
 SCHEME = "hf://"
 AGAIN = "run the same command again"
-REQUEST_BYTES = 4 * 2**20  # Largest part of a file that one request reads.
-# These references have a slash in the names of revisions. In other names, %2F stands for it.
+REQUEST_BYTES = 4 * 2**20  # Largest number of bytes that one request reads.
+# Revisions refs/convert/… and refs/pr/… contain slashes. Other revisions must write a slash as %2F.
 ADDRESS = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?/(.+)")
 LOGIN = "log in with `hf auth login`"
 
 
 @dataclasses.dataclass(frozen=True)
 class HubFile:
-    """A file of a data set."""
+    """A file in a data set on the hub."""
 
     repository: str  # ORG/NAME
     commit: str
     path: str
     size: int  # In bytes.
-    content: str  # SHA-256, or identifier of the Git blob if the file is small.
+    content: str  # SHA-256 of the content, or the id of the Git blob if the file is small.
 
     def __str__(self) -> str:
         return f"{SCHEME}datasets/{self.repository}@{self.commit[:12]}/{self.path}"
 
 
 def library() -> Any:
-    """Import and return `huggingface_hub`, of the extra `hub`."""
+    """Import and return `huggingface_hub`, which the extra `hub` installs."""
     return import_extra("huggingface_hub", "hub")
 
 
 def list_files(field: str, pattern: str, commit: str | None) -> list[HubFile]:
-    """Return the files of a data set that `hf://datasets/ORG/NAME[@REVISION]/PATTERN` names, sorted by path.
+    """Return the files that match `hf://datasets/ORG/NAME[@REVISION]/PATTERN`, sorted by path.
 
-    `commit` replaces the revision. `field` is the flag that has the pattern, for messages.
+    If `commit` is given, it replaces the revision. `field` is the flag with the pattern, for messages.
     """
     where = f"{field}={pattern}"
     if (found := ADDRESS.fullmatch(pattern)) is None:
@@ -62,7 +62,7 @@ def list_files(field: str, pattern: str, commit: str | None) -> list[HubFile]:
     files = [
         HubFile(repository, commit, entry.path, entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
         for entry in sorted(entries, key=lambda entry: entry.path)
-        if hasattr(entry, "blob_id") and matches(entry.path)  # Folders have no `blob_id`.
+        if hasattr(entry, "blob_id") and matches(entry.path)  # Only files have a `blob_id`.
     ]
     if not files:
         raise UserError(f"{where}: no file of commit {commit[:12]} matches; check the pattern, such as **/*.parquet")
@@ -70,7 +70,7 @@ def list_files(field: str, pattern: str, commit: str | None) -> list[HubFile]:
 
 
 class HubReader(ObjectReader):
-    """A file of a data set, opened for reading. Each read requests exactly its bytes."""
+    """A file in a data set, opened for reading. Each read requests exactly the bytes that it returns."""
 
     def __init__(self, file: HubFile):
         super().__init__(file, file.size)
@@ -90,9 +90,9 @@ class HubReader(ObjectReader):
 
 
 def download(where: str, repository: str, revision: str | None, patterns: list[str]) -> tuple[Path, str]:
-    """Download files of a model to the cache of the library. Return their folder, and the commit of the revision.
+    """Download a model's files to the library's cache. Return their folder and the commit of the revision.
 
-    Raise `UserError` if a file does not have the checksum that the hub lists.
+    Raise `UserError` if a file's checksum differs from the checksum that the hub lists.
     """
     hub = library()
     api = hub.HfApi()
@@ -107,19 +107,19 @@ def download(where: str, repository: str, revision: str | None, patterns: list[s
 
 
 def push(where: str, repository: str, folder: Path) -> str:
-    """Make a folder the content of a private repository, and compare the checksums. Return the address."""
+    """Upload a folder to a private repository, replace all its files, and compare checksums. Return the address."""
     api = library().HfApi()
     again = f"the folder is complete, so upload only: hf upload {repository} {folder} --private"
     with explained(where, repository, again=again):
         api.create_repo(repository, private=True, exist_ok=True)
         if not api.model_info(repository).private:
             raise UserError(f"{where}: {repository} is public; to publish the folder: hf upload {repository} {folder}")
-        # Files of an earlier push would not belong to this model.
+        # Delete all old files, because files of an earlier push do not belong to this model.
         commit = api.upload_folder(
             repo_id=repository, folder_path=folder, commit_message="difftx convert --push", delete_patterns="*"
         )
         found = api.verify_repo_checksums(repository, revision=commit.oid, local_dir=folder)
-    missing = [path for path in found.missing_paths if path != ".gitattributes"]  # The hub writes this file.
+    missing = [path for path in found.missing_paths if path != ".gitattributes"]  # The hub creates this file.
     if wrong := [*(each["path"] for each in found.mismatches), *found.extra_paths, *missing]:
         raise RunError(f"{where}: {wrong[0]} is not on the hub as it is in the folder; {again}")
     return f"{api.endpoint}/{repository}/tree/{commit.oid}"
@@ -127,7 +127,7 @@ def push(where: str, repository: str, folder: Path) -> str:
 
 @contextlib.contextmanager
 def explained(where: str, repository: str, revision: str | None = None, again: str = AGAIN) -> Iterator[None]:
-    """Turn the errors of the library into one line. `where` is the flag or file, and `again` the fix."""
+    """Convert the library's errors to one-line errors. `where` is the flag or file, and `again` says what to do."""
     errors = import_extra("huggingface_hub.errors", "hub")
     import httpx2
 

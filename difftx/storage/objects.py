@@ -1,8 +1,8 @@
-"""Objects in buckets of Google Cloud Storage and S3: reads, conditional writes, listings.
+"""Objects in Google Cloud Storage and S3: reads, conditional writes, listings.
 
-TensorStore sends the requests of single objects, and fsspec those that list and describe objects. Both retry 429, 5xx,
-lost connections and timeouts. An absent object is None. Other failures raise `UserError` if credentials or the bucket
-are wrong, and `UnreadableError` when the retries end. A write that raises `UnreadableError` may have taken place.
+TensorStore reads and writes objects, and fsspec lists and describes them. Both retry 429, 5xx, lost connections and
+timeouts. Functions return None for an absent object. They raise `UserError` if the credentials or the bucket are wrong,
+and `UnreadableError` if all retries fail. A write that raises `UnreadableError` may still have taken place.
 """
 
 import base64
@@ -20,54 +20,54 @@ from typing import Any, NamedTuple
 from difftx.errors import UnreadableError, UserError
 from difftx.storage.paths import BucketPath
 
-# Retries of TensorStore: 0.2 s to 5 s, doubling, with jitter.
+# TensorStore doubles the delay between retries from 0.2 s to 5 s, with jitter.
 RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "5s"}
-# TensorStore would wait forever for a server that accepts a connection and is silent.
+# By default, TensorStore would wait forever for a server that accepts a connection but does not reply.
 SILENCE_SECONDS = 15
-OPERATION_SECONDS = 180.0  # Timeout of a request of TensorStore, retries included.
-REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
-CONCURRENT = 32  # Requests at a time.
-PROBE = ".difftx-probe-"  # Beginning of the names of objects that test the store. A killed process may leave one.
-# Parts of the errors of TensorStore. The body of a reply may contain a session token.
+OPERATION_SECONDS = 180.0  # Timeout of a TensorStore request, including retries.
+REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before reading again, if size or checksum do not match.
+CONCURRENT = 32  # Largest number of simultaneous requests.
+PROBE = ".difftx-probe-"  # Prefix of objects that test the store. A killed process may leave one behind.
+# Patterns for parts of TensorStore's error messages. Never show the body, which may contain a session token.
 STATUS = re.compile(r"\[http_response_code='(\d+)'\]")
 BODY = re.compile(r" ?\[http_response_body='(?:[^'\\]|\\.)*'\]", re.DOTALL)
 CODES = re.compile(r"(?:^|: )([A-Za-z_]+)(?=: )")
-# Codes of S3 for credentials that are not valid any more, with status 400.
+# S3 error codes for expired credentials (HTTP 400).
 EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 
 
 class Stored(NamedTuple):
-    """The content of an object, and the generation that this content has in the store."""
+    """The content of an object and its generation in the store."""
 
     content: bytes
     generation: bytes
 
 
 class Description(NamedTuple):
-    """The entry of an object in a listing of its store."""
+    """The properties of an object that a store lists."""
 
     size: int  # In bytes.
-    crc32c: int | None  # None if the store has none.
+    crc32c: int | None  # None if the store has no CRC32C.
     modified: float  # Time of the last write, in seconds since 1970.
-    version: str  # Differs if the content differs.
+    version: str  # Changes whenever the content changes.
 
 
 def read(path: BucketPath) -> Stored | None:
-    """Return an object. The caller must verify the content: TensorStore compares its length with the response only."""
+    """Return an object. The caller must verify the content, because TensorStore compares only its length."""
     found = _from_tensorstore(path, "read", lambda: _bucket_of(path).read(_key(path)))
     return Stored(found.value, found.stamp.generation) if found.state == "value" else None
 
 
 def read_ranges(path: BucketPath, ranges: Iterable[tuple[int, int]]) -> Iterator[Stored | None]:
-    """Return bytes `start` … `stop - 1` of an object for each range in order, with several requests at a time.
+    """Read bytes `start` … `stop - 1` of an object for each range, with several requests at a time.
 
-    As for `read`, the caller must verify the content. It may be shorter than its range.
+    Yield the results in order. As for `read`, the caller must verify the content, which may be shorter than its range.
     """
     return read_all((path, {"byte_range": slice(*each)}) for each in ranges)
 
 
 def read_all(requests: Iterable[tuple[BucketPath, dict[str, Any]]]) -> Iterator[Stored | None]:
-    """Return the result of each request, a path and options of TensorStore's `read`, in order, several at a time."""
+    """Send read requests (a path and options of TensorStore's `read`) in groups. Yield the results in order."""
     for group in itertools.batched(requests, CONCURRENT):
         futures = [_bucket_of(path).read(_key(path), **options) for path, options in group]
         for (path, _), future in zip(group, futures, strict=True):
@@ -76,9 +76,9 @@ def read_all(requests: Iterable[tuple[BucketPath, dict[str, Any]]]) -> Iterator[
 
 
 def read_verified(path: BucketPath, described: Description | None = None) -> Stored | None:
-    """Return an object after a comparison with the size and CRC32C that the store has, or None if it is absent.
+    """Read an object and verify its size and CRC32C. Return None if it is absent.
 
-    `described` is its description, if that has been read already. Raise `UserError` if `path` is a folder.
+    `described` is the object's description, if the caller has it. Raise `UserError` if `path` is a folder.
     """
     for pause in (*REREAD_SECONDS, None):
         described = described or describe(path)
@@ -90,22 +90,22 @@ def read_verified(path: BucketPath, described: Description | None = None) -> Sto
         if found is not None and _matches(found.content, described):
             return found
         described = None
-        if pause is not None:  # Another process may have replaced the object between the two requests.
+        if pause is not None:  # Another process may have replaced the object between the requests.
             time.sleep(pause)
     raise UnreadableError(f"{path} cannot be read: its content does not have the size and CRC32C that the store lists")
 
 
 def write(path: BucketPath, content: bytes) -> None:
-    """Create or replace an object, whatever its generation."""
+    """Create or replace an object unconditionally."""
     _from_tensorstore(path, "write", lambda: _bucket_of(path).write(_key(path), content))
 
 
 def write_if(path: BucketPath, content: bytes, generation: bytes | None) -> bytes | None:
-    """Write an object if it has the generation, or if it is absent and `generation` is None.
+    """Replace an object if it has this generation. If `generation` is None, create the object if it is absent.
 
-    Return the new generation, or None if the object has another one. `content` must be unique to this call, for
-    example by a random id. If the reply to a successful write is lost, the retry fails on the condition, and only the
-    content shows that this call wrote the object.
+    Return the new generation, or None if the condition does not hold. `content` must be unique to this call, for
+    example by a random id: if the reply to a successful write is lost, the retry finds the condition violated, and only
+    the content shows that this call wrote the object.
     """
     condition = _absent() if generation is None else generation
     stamp = _from_tensorstore(path, "write", lambda: _bucket_of(path).write(_key(path), content, if_equal=condition))
@@ -116,7 +116,7 @@ def write_if(path: BucketPath, content: bytes, generation: bytes | None) -> byte
 
 
 def delete(paths: Iterable[BucketPath]) -> None:
-    """Delete objects. An object may be absent."""
+    """Delete objects. Ignore absent objects."""
     for group in itertools.batched(paths, CONCURRENT):
         futures = [_bucket_of(path).write(_key(path), None) for path in group]
         for path, future in zip(group, futures, strict=True):
@@ -124,24 +124,24 @@ def delete(paths: Iterable[BucketPath]) -> None:
 
 
 def delete_if(path: BucketPath, generation: bytes) -> None:
-    """Delete an object if it has the generation. It may be absent. On S3, TensorStore compares, and then deletes."""
+    """Delete an object if it exists with this generation. On S3, this is not atomic: TensorStore compares first."""
     _from_tensorstore(path, "delete", lambda: _bucket_of(path).write(_key(path), None, if_equal=generation))
 
 
 def describe_below(folder: BucketPath) -> dict[str, Description]:
-    """Return the descriptions of all objects below a folder by their names relative to it, one request per page."""
-    # TensorStore would return an empty listing if the credentials may not list objects.
+    """Return the descriptions of all objects below a folder, by relative name. Send one request per page."""
+    # Use fsspec: if the credentials do not permit listing, TensorStore would return an empty list instead of an error.
     prefix = f"{_name(folder)}/"
     entries = _from_fsspec(folder, "list", lambda: _fsspec(folder).find(prefix, detail=True)) or {}
-    # s3fs may list the prefix itself.
+    # Keep only files, because s3fs may list the prefix itself.
     files = {name: entry for name, entry in entries.items() if entry["type"] == "file"}
     return {name.removeprefix(prefix): _description(entry) for name, entry in files.items()}
 
 
 def list_folder(path: BucketPath) -> dict[str, bool]:
-    """Return each name in a folder, with True for folders, with one request per page. An absent folder has none.
+    """Return the names in a folder, each with whether it is a folder. Send one request per page.
 
-    Raise `UserError` if `path` is an object.
+    Return {} if the folder is absent. Raise `UserError` if `path` is an object.
     """
     entries = _entries(path)
     own = [entry for entry in entries if entry["name"].rstrip("/") == _name(path)]
@@ -153,14 +153,14 @@ def list_folder(path: BucketPath) -> dict[str, bool]:
 
 
 def describe_files(folder: BucketPath) -> dict[str, Description]:
-    """Return the descriptions of the objects in a folder, without those below its folders, by their names."""
+    """Return the descriptions of the objects directly in a folder, by name."""
     files = [entry for entry in _entries(folder) if entry["type"] == "file"]
-    # A store may list an object that stands for the folder itself.
+    # Skip the empty name: a store may list an object that stands for the folder itself.
     return {name: _description(entry) for entry in files if (name := entry["name"].removeprefix(f"{_name(folder)}/"))}
 
 
 def _entries(path: BucketPath) -> list[dict[str, Any]]:
-    """Return the entries of a listing of the objects and folders in a folder."""
+    """List the objects and folders in a folder."""
     return _from_fsspec(path, "list", lambda: _fsspec(path).ls(_name(path), detail=True)) or []
 
 
@@ -171,7 +171,7 @@ def describe(path: BucketPath) -> Description | None:
 
 
 def _description(entry: dict[str, Any]) -> Description:
-    """Return the description in an entry of a listing of gcsfs or s3fs."""
+    """Convert an entry of a gcsfs or s3fs listing to a `Description`."""
     crc32c, modified = entry.get("crc32c"), entry.get("LastModified") or entry["mtime"]
     version = str(entry.get("generation") or entry["ETag"])
     return Description(
@@ -180,23 +180,23 @@ def _description(entry: dict[str, Any]) -> Description:
 
 
 def download(path: BucketPath, target: str) -> None:
-    """Write the content of an object to a local file."""
+    """Download an object to a local file."""
     _from_fsspec(path, "read", lambda: _fsspec(path).get_file(_name(path), target))
 
 
 def upload(path: BucketPath, source: str) -> None:
-    """Create or replace an object with the content of a local file, in parts. It appears when all parts are there."""
+    """Upload a local file in parts. The object is created or replaced once all parts have arrived."""
     _from_fsspec(path, "write", lambda: _fsspec(path).put_file(source, _name(path)))
 
 
 def require_conditions(folder: BucketPath) -> None:
-    """Raise `UserError` unless objects can be written to a folder and the store enforces the conditions of writes."""
+    """Raise `UserError` unless objects can be written to a folder and the store supports conditional writes."""
     probe = folder / f"{PROBE}{secrets.token_hex(8)}"
-    # Requests of fsspec, whose error tells that the store has refused the condition.
+    # Test with fsspec, because its error shows whether the store itself refused the write.
     conditions = [{"mode": "create"}, {"IfMatch": '"0"'}] if _scheme(probe) == "s3" else [{"mode": "create"}]
     write(probe, b"first")
     try:
-        for condition in conditions:  # They do not hold, so a store that enforces them refuses the write.
+        for condition in conditions:  # None of them holds, so the store must refuse each write.
             write_again = functools.partial(_fsspec(probe).pipe_file, _name(probe), b"second", **condition)
             with contextlib.suppress(FileExistsError):
                 _from_fsspec(probe, "write", write_again)
@@ -209,7 +209,7 @@ def require_conditions(folder: BucketPath) -> None:
 
 
 def _from_tensorstore(path: BucketPath, verb: str, start: Callable[[], Any]) -> Any:
-    """Return the result of a request of TensorStore. Every error of a request is a `ValueError` with a status."""
+    """Return the result of a TensorStore request. TensorStore raises all errors as `ValueError` with a status."""
     try:
         return start().result(timeout=OPERATION_SECONDS)
     except (ValueError, TimeoutError) as error:
@@ -217,7 +217,10 @@ def _from_tensorstore(path: BucketPath, verb: str, start: Callable[[], Any]) -> 
 
 
 def _from_fsspec(path: BucketPath, verb: str, request: Callable[[], Any]) -> Any:
-    """Return the result of a request of fsspec, or None if the object is absent. A condition may fail."""
+    """Return the result of an fsspec request, or None if the object is absent.
+
+    Raise `FileExistsError` if the condition of a write does not hold.
+    """
     try:
         return request()
     except FileNotFoundError as error:
@@ -225,14 +228,14 @@ def _from_fsspec(path: BucketPath, verb: str, request: Callable[[], Any]) -> Any
             raise _explained(path, verb, error) from error
         return None
     except Exception as error:  # fsspec's stores raise errors of several HTTP libraries.
-        # gcsfs raises this error for a failed condition, which it has no other sign of.
+        # gcsfs reports a failed condition only by FileExistsError.
         if verb == "write" and (isinstance(error, FileExistsError) or _reply(error)[0] == 412):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         raise _explained(path, verb, error) from error
 
 
 def _explained(path: BucketPath, verb: str, error: Exception) -> UserError | UnreadableError:
-    """Return the error of one line for a failed request."""
+    """Convert the error of a failed request to a one-line error."""
     scheme, bucket = _scheme(path), _name(path).partition("/")[0]
     status, codes = _reply(error)
     if isinstance(error, PermissionError) or status in (401, 403) or codes & EXPIRED:
@@ -251,21 +254,21 @@ def _explained(path: BucketPath, verb: str, error: Exception) -> UserError | Unr
 
 
 def _reply(error: Exception) -> tuple[int | None, set[str]]:
-    """Return HTTP status and codes such as "ExpiredToken" and "NOT_FOUND" in an error of TensorStore, s3fs or gcsfs."""
+    """Find HTTP status and codes, such as "ExpiredToken" or "NOT_FOUND", in an error of TensorStore, s3fs or gcsfs."""
     response = getattr(error.__cause__, "response", getattr(error, "response", None))
-    if isinstance(response, dict):  # botocore takes the status as the code of a reply without a body.
+    if isinstance(response, dict):  # botocore. If the reply has no body, its code is the HTTP status.
         code = str(response["Error"].get("Code", ""))
         return response["ResponseMetadata"].get("HTTPStatusCode"), set() if code.isdecimal() else {code}
-    if str(getattr(error, "code", None)).isdecimal():  # An error of gcsfs.
+    if str(getattr(error, "code", None)).isdecimal():  # gcsfs.
         return int(error.code), set()  # pyrefly: ignore[missing-attribute]
-    if type(error) is OSError and str(error).startswith("Forbidden: "):  # An error of gcsfs.
+    if type(error) is OSError and str(error).startswith("Forbidden: "):  # gcsfs.
         return 403, set()
     text = BODY.sub("", str(error))
     return int(found[1]) if (found := STATUS.search(text)) else None, set(CODES.findall(text))
 
 
 def cause_of(error: Exception) -> str:
-    """Return the text of an error for a message, without the body of a reply."""
+    """Return an error's text for a message, without the body of the reply, which may contain secrets."""
     if code := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(code[1]))
     return (BODY.sub("", str(error)) or type(error).__name__)[:300]
@@ -273,7 +276,7 @@ def cause_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def one_line_errors(path: object, verb: str) -> Iterator[None]:
-    """Raise `UnreadableError` if a request of TensorStore, for a file or an object, fails in the block."""
+    """Convert errors of TensorStore requests in the block, for a file or an object, to `UnreadableError`."""
     try:
         yield
     except UserError:
@@ -295,7 +298,7 @@ def _scheme(path: BucketPath) -> str:
 
 
 def _name(path: BucketPath) -> str:
-    """Return bucket and key of a path, such as "bucket/folder/name"."""
+    """Return the bucket and key of a path as "bucket/folder/name"."""
     return str(path).partition("://")[2]
 
 
@@ -317,7 +320,7 @@ def _bucket(scheme: str, bucket: str) -> Any:
 
 
 def tensorstore_spec(path: BucketPath) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the specification of a folder as a key-value store of TensorStore, and that of its context."""
+    """Return the TensorStore specs of a folder: of its key-value store, and of the context."""
     spec, context = _tensorstore_spec(_scheme(path), _name(path).partition("/")[0])
     return spec | {"path": f"{_key(path)}/"}, context
 
@@ -328,30 +331,30 @@ def _tensorstore_spec(scheme: str, bucket: str) -> tuple[dict[str, Any], dict[st
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
     spec: dict[str, Any] = {"driver": "gcs", "bucket": bucket}
     if scheme == "s3":
-        # Otherwise TensorStore would compare the ETag itself, before it writes, at other endpoints than Amazon's.
+        # By default, at endpoints other than Amazon's, TensorStore would compare the ETag itself before it writes.
         spec |= {"driver": "s3", "use_conditional_write": True}
-        # botocore, which s3fs uses, reads these variables. TensorStore takes an endpoint as an argument only.
+        # s3fs reads these variables by itself (botocore). TensorStore requires the endpoint as an argument.
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         spec |= {"endpoint": endpoint} if endpoint else {}
-        if "AWS_ACCESS_KEY_ID" in os.environ:  # Otherwise TensorStore prints lines if ~/.aws has no settings.
+        if "AWS_ACCESS_KEY_ID" in os.environ:  # Avoids log lines of TensorStore if ~/.aws is missing.
             spec["aws_credentials"] = {"type": "environment"}
     return spec, {f"{spec['driver']}_request_retries": RETRIES}
 
 
 @functools.cache
 def _absent() -> bytes:
-    """Return TensorStore's generation of absent objects, for which it has no public name."""
+    """Return TensorStore's generation for absent objects. TensorStore has no public name for it."""
     import tensorstore as ts
 
     return ts.KvStore.open({"driver": "memory"}).result().read("absent").result().stamp.generation
 
 
 def _fsspec(path: BucketPath) -> Any:
-    """Return the fsspec client of a path's store, without a cache of listings. fsspec keeps one per process."""
+    """Return the fsspec client of a path's store, without a cache of listings. fsspec keeps one client per process."""
     import fsspec
 
     if _scheme(path) == "s3":
-        retries = {"max_attempts": 1}  # s3fs repeats each request five times.
+        retries = {"max_attempts": 1}  # s3fs itself retries each request five times.
         settings = {"retries": retries, "connect_timeout": 10, "read_timeout": SILENCE_SECONDS}
         return fsspec.filesystem("s3", config_kwargs=settings, use_listings_cache=False)
     import aiohttp

@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from etils import epath
     from typing_extensions import TypeIs
 
-type BucketPath = epath.Path  # An alias is not evaluated, so that the import of `etils` can wait.
+type BucketPath = epath.Path  # `type` does not evaluate it, so `etils` is imported later.
 type AnyPath = Path | BucketPath
 
-# Scheme → library that lists the store, and the extra of pyproject.toml that installs it.
+# Scheme → the library that lists the store, and the extra in pyproject.toml that installs it.
 LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 
 
 def path_of(field: str, text: str) -> AnyPath:
-    """Return the path in a flag or field: an `etils.epath.Path` for gs:// and s3://, or else a local `pathlib.Path`.
+    """Convert a path in a flag or field: gs:// and s3:// to an `etils.epath.Path`, local paths to a `pathlib.Path`.
 
-    Raise `UserError` if the library of the store is missing, or as `scheme_of` does.
+    Raise `UserError` if the path is invalid (see `scheme_of`) or the store's library is not installed.
     """
     scheme = scheme_of(field, text)
     if scheme is not None:
         require_extra(*LIBRARIES[scheme])
-        # Otherwise gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
+        # By default, gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         return import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
     return Path(text)
@@ -36,12 +36,12 @@ def path_of(field: str, text: str) -> AnyPath:
 def scheme_of(field: str, text: str) -> str | None:
     """Return the scheme of a path in a bucket, or None for a local path.
 
-    Raise `UserError` if the store is unknown, if the text names no bucket, or if it lacks the two slashes.
+    Raise `UserError` if the scheme is unknown, or if the bucket or the two slashes are missing.
     """
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)", text)
     if found is None:
         scheme, _, rest = text.partition(":")
-        if rest and scheme in LIBRARIES:  # As a local path, it would create a folder with a colon in its name.
+        if rest and scheme in LIBRARIES:  # For example gs:bucket, which would be a local folder.
             address = f"{scheme}://{rest.lstrip('/')}"
             raise UserError(f"{field}={text}: write {address} for a bucket, or ./{text} for a file")
         return None
@@ -59,9 +59,9 @@ def is_bucket(path: AnyPath) -> "TypeIs[epath.Path]":
 
 
 def glob_matcher(pattern: str) -> Callable[[str], bool]:
-    """Return the function that tests whether a glob names an object, given its name.
+    """Return a function that tests whether an object's name matches a glob.
 
-    As on local disks, wildcards match no "/" except for "**", and no names that begin with a dot.
+    As on local disks, only "**" matches "/", and wildcards do not match names that begin with a dot.
     """
     from fsspec.utils import glob_translate
 

@@ -1,4 +1,4 @@
-"""File objects that read objects in buckets, and a map whose items threads prefetch."""
+"""File objects that read from buckets, and a map that prefetches items with threads."""
 
 import collections
 import concurrent.futures
@@ -12,12 +12,12 @@ from difftx.errors import UnreadableError, UserError
 from difftx.storage import objects
 from difftx.storage.paths import BucketPath
 
-BUFFER_BYTES = 8 * 2**20  # Bytes of a request.
-AHEAD = 8  # Files that are read at a time. With the units of `difftx prepare`, they take tens of MB of memory.
+BUFFER_BYTES = 8 * 2**20  # Bytes per request.
+AHEAD = 8  # Number of items that are read at a time. In `difftx prepare`, they take tens of MB of memory.
 
 
 def map_ahead[Item, Result](read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield `read(item)` for each item in order. Threads read the next items meanwhile."""
+    """Yield `read(item)` for each item, in order, while threads read the next items."""
     results: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(AHEAD) as pool:
         try:
@@ -34,7 +34,7 @@ def map_ahead[Item, Result](read: Callable[[Item], Result], items: Iterable[Item
 def open_object(path: BucketPath) -> io.BufferedReader:
     """Open an object for reading. Raise `FileNotFoundError` if it is absent.
 
-    A read raises `UserError` if another process has replaced the object since the first read.
+    If another process replaces the object after the first read, later reads raise `UserError`.
     """
     found = objects.describe(path)
     if found is None:
@@ -43,7 +43,7 @@ def open_object(path: BucketPath) -> io.BufferedReader:
 
 
 class ObjectReader(io.RawIOBase):
-    """An object of a known size, read by ranges."""
+    """Base class of file objects that read an object of known size by ranges."""
 
     def __init__(self, path: Any, size: int):
         self.name = str(path)

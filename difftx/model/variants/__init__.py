@@ -1,1 +1,1 @@
-"""Further attention architectures, for comparison with differential attention."""
+"""Further attention architectures, to compare with differential attention."""

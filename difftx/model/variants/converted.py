@@ -21,15 +21,15 @@ class AnnealedConfig(Group):
 
 
 class ZeroBranchAttention(DiffAttention):
-    """Softmax attention with second attention weights A2 in each head, whose factor λ is initially zero.
+    """Softmax attention to which training adds second attention weights A2. Their factor λ is initially zero.
 
     head_i = (A1_i - λ A2_i) V_i with λ = a (exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init). The scalar a grows from 0 to 1
-    over `anneal_steps` updates (`layers.progress`). With a = 0, this is the Transformer whose weights are those of A1,
-    V and W_O: values are d wide, and there is no head norm and no factor 1 - λ_init. Attention has 6 D² weights, so
-    the MLP is 2 D / 3 narrower than that of a Transformer with as many parameters.
+    over `anneal_steps` updates (`layers.progress`). With a = 0, this is the Transformer with the weights of A1, V and
+    W_O. As in the Transformer, values have width d, and there is no head norm and no factor 1 - λ_init. Attention has
+    6 D² weights, so the MLP is 2 D / 3 narrower than in a Transformer with equally many parameters.
 
-    The kernels of `diff_attention` expect values of width 2d. `attend` therefore calls softmax attention for A1 and for
-    A2, which fused kernels serve.
+    The kernels of `diff_attention` expect values of width 2d. `attend` therefore makes two calls of softmax attention,
+    for A1 and for A2. Fused kernels support these calls.
     """
 
     kernel = "attention"
@@ -59,7 +59,7 @@ class ZeroBranchAttention(DiffAttention):
     @classmethod
     def tensors(cls, config):
         return {
-            # In `modeling_difftx.py`, a query head follows the heads with the same key.
+            # In `modeling_difftx.py`, query heads that share a key are neighbours.
             "q_proj.weight": ("KGRd D", "query_DHGd", "D KR G d"),
             "k_proj.weight": ("KGd D", "key_DKGd", "D K G d"),
             "v_proj.weight": ("Kd D", "value_DKE", "D K d"),
@@ -84,11 +84,12 @@ class ZeroBranchAttention(DiffAttention):
 
 
 class DexAttention(Attention):
-    """Softmax attention with a learned correction of the outputs of chosen heads, DEX (arXiv 2505.16333).
+    """DEX (arXiv 2505.16333): softmax attention with a learned correction of the outputs of chosen heads.
 
-    head_i = O_i - λ f_D(O_i) in the chosen heads and O_i in all others, with O_i = A_i V_i. f_D is one d × d matrix per
-    layer. λ = (1 - a) a λ_init + a λ_learn, where a grows from 0 to 1 over `anneal_steps` updates (`layers.progress`)
-    and λ_learn is a scalar per layer, initially 0. `difftx convert` chooses the heads. A new model has all.
+    With O_i = A_i V_i, head_i = O_i - λ f_D(O_i) in chosen heads and O_i in all others. f_D is one d × d matrix per
+    layer. λ = (1 - a) a λ_init + a λ_learn, where a grows from 0 to 1 over `anneal_steps` updates
+    (`layers.progress`), and λ_learn is a scalar per layer, initially 0. `difftx convert` chooses the heads. In a new
+    model, all heads are chosen.
     """
 
     fields = ("lambda_init",)

@@ -18,8 +18,8 @@ from difftx.model.layers import projection
 from difftx.model.variants.softmax import gate
 from difftx.parallel.layout import Layout
 
-# Signal heads per noise head in recipes of `gda`. Motif-2-12.7B has 4, but 4 + 1 divides fewer numbers of heads than
-# 3 + 1.
+# Default number of signal heads per noise head for `gda`. Motif-2-12.7B has 4, but fewer numbers of heads are divisible
+# by 4 + 1 than by 3 + 1.
 GDA_SIGNAL_HEADS = 3
 
 
@@ -28,9 +28,9 @@ class DiffAttentionV2(Attention):
 
     head_i = A_{2i} V - λ_i A_{2i+1} V with λ_i = σ(x W_λ)_i per token and head. The output is Concat_i(head_i) W_O.
 
-    Query heads 2i and 2i + 1 of the 2H query heads form head i. They share keys and values, because 2H / K is even. The
-    architecture has no λ_init, head norm or post-norm scale. Attention has 5 D² + D H weights, so the MLP is
-    (D + H) / 3 narrower than that of a Transformer with as many parameters.
+    There are 2H query heads. Query heads 2i and 2i + 1 form head i. They share keys and values, because 2H / K is even.
+    The architecture has no λ_init, head norm or post-norm scale. Attention has 5 D² + D H weights, so the MLP is
+    (D + H) / 3 narrower than in a Transformer with equally many parameters.
     """
 
     subtracts = True
@@ -42,7 +42,7 @@ class DiffAttentionV2(Attention):
 
     @classmethod
     def noise_heads(cls, config: ModelConfig) -> int:
-        """Return N, the number of query heads whose attention weights are subtracted."""
+        """Return N, the number of noise heads, that is, of query heads with subtracted attention weights."""
         return config.num_heads
 
     @classmethod
@@ -59,7 +59,7 @@ class DiffAttentionV2(Attention):
 
     @classmethod
     def matrices_by_group(cls, config, name, weight):
-        """Return the parts of a weight by group. Each noise query follows the signal queries that share it."""
+        """Split a weight by group. In the query weight, each noise query follows the signal queries that share it."""
         if name == "query":
             L, D, heads, d = weight.shape
             N, sharding = cls.noise_heads(config), jax.P(None, *Layout().query_DHGd)
@@ -88,7 +88,7 @@ class DiffAttentionV2(Attention):
         return {"lambda": jnp.mean(self.lam(x_BTD))}
 
     def _by_noise_head(self, x_BTHE: jax.Array, sharding: jax.P) -> jax.Array:
-        """Return the query heads as `[B, T, N, Q, E]`: for each noise head, its R signal heads followed by itself."""
+        """Reshape the query heads to `[B, T, N, Q, E]`. Of each Q heads, the first R are signal, the last is noise."""
         B, T, heads, E = x_BTHE.shape
         N = self.noise_heads(self.config)
         return jax.lax.reshape(x_BTHE, (B, T, N, heads // N, E), out_sharding=sharding)
@@ -109,16 +109,16 @@ class GdlaConfig(GdaConfig):
 
 
 class GroupedDiffAttentionV2(DiffAttentionV2):
-    """Grouped differential attention with a λ per token, the attention of Motif-3 ("GDLA") without its latent keys.
+    """Grouped differential attention with one λ per token and head: Motif-3's "GDLA" without latent keys and values.
 
-    head_i = σ(x W_g)_i ∘ [A_i V - σ(x W_λ)_i A_noise(i // R) V], where `output_gate` adds the factor σ(x W_g)_i. R =
-    `signal_heads` signal heads share one noise head. Everything else is as in V2, which is the case R = 1 without gate.
+    head_i = σ(x W_g)_i ∘ [A_i V - σ(x W_λ)_i A_noise(i // R) V]. Only with `output_gate`, there is the factor
+    σ(x W_g)_i. R = `signal_heads` signal heads share one noise head. With R = 1 and no gate, this is `DiffAttentionV2`.
 
-    No paper states this formula. It is assembled from llama.cpp's implementation of Motif-3 (ggml-org/llama.cpp, pull
-    request 26298). Motif-3 has R = 4, and projects keys and values from a vector of low rank, which difftx does not.
+    No paper states this formula. It is derived from llama.cpp's implementation of Motif-3 (ggml-org/llama.cpp, pull
+    request 26298). Motif-3 has R = 4, and projects keys and values from a low-rank vector. difftx does not.
 
-    The queries of a noise head and its signal heads share keys and values, so K must divide N = H / R. For R = 4 and K
-    = N, attention has 2.75 D² + D H weights, and D² more with a gate.
+    The queries of a noise head and of its signal heads share keys and values, so K must divide N = H / R. For R = 4 and
+    K = N, attention has 2.75 D² + D H weights, and D² more with a gate.
     """
 
     own_config = GdlaConfig
@@ -138,7 +138,7 @@ class GroupedDiffAttentionV2(DiffAttentionV2):
 
     @classmethod
     def configure(cls, c, heads):
-        """Give each noise head four signal heads as in Motif-3, or the largest divisor of `heads` below four."""
+        """Use four signal heads per noise head, as in Motif-3, or if 4 does not divide `heads`, the next divisor."""
         super().configure(c, heads)
         c.model[c.model.architecture] = {"signal_heads": max(n for n in (1, 2, 3, 4) if heads % n == 0)}
 
@@ -163,11 +163,11 @@ class GroupedDiffAttention(DiffAttention):
     """Grouped differential attention (arXiv 2510.06949), the attention of Motif-2-12.7B.
 
     head_i = (A1_i - λ A2_{i // R}) V. R = `signal_heads` signal heads subtract the attention weights of one shared
-    noise head. Everything else is as in differential attention, which is the case R = 1.
+    noise head. With R = 1, this is `DiffAttention`.
 
-    The R signal queries and the noise query of a noise head share keys and values, so K must divide N = H / R. Fused
-    kernels require as many noise queries as signal queries, so they compute A2 once per signal head. For R = 3,
-    attention has 3.5 D² weights, so the MLP is D / 6 wider than that of a Transformer with as many parameters.
+    A noise query and its R signal queries share keys and values, so K must divide N = H / R. Fused kernels require one
+    noise query per signal query, so they compute A2 once per signal head. For R = 3, attention has 3.5 D² weights, so
+    the MLP is D / 6 wider than in a Transformer with equally many parameters.
     """
 
     own_config = GdaConfig
@@ -191,7 +191,7 @@ class GroupedDiffAttention(DiffAttention):
         """Divide the `heads` heads of the Transformer into groups of three signal heads and one noise head."""
         super().configure(c, heads)
         group = GDA_SIGNAL_HEADS + 1
-        if heads % group:  # Heads of another number would have another width.
+        if heads % group:  # Rounding the number of heads would change the head width.
             raise UserError(
                 f"architecture {c.model.architecture!r}: groups of {GDA_SIGNAL_HEADS} signal heads and a noise head do "
                 f"not divide the {heads} heads of the Transformer; use a multiple of {group}"
@@ -201,18 +201,18 @@ class GroupedDiffAttention(DiffAttention):
 
     @classmethod
     def query_shape(cls, config):
-        """Return the number of noise heads and of queries per noise head."""
+        """Return the number of noise heads, and the number of queries per noise head."""
         noise_heads = cls.kv_heads(config)
         return noise_heads, cls.query_heads(config) // noise_heads
 
     @classmethod
     def query_factors(cls, config, factor_LHG):
-        """Return the factors `[L, N, Q]`. The kernel has the noise query of a group once per signal query."""
+        """Return the factors `[L, N, Q]`. The kernel repeats each noise query R times, so use its first factor."""
         factor_LNRG = factor_LHG.reshape(len(factor_LHG), cls.kv_heads(config), -1, 2)
         return jnp.concatenate([factor_LNRG[..., 0], factor_LNRG[:, :, :1, 1]], axis=-1)
 
     def project(self, x_BTD, angles):
-        """Return queries, keys and values. Queries `[B, T, H, 2, d]` pair each signal query with its noise query."""
+        """Return queries `[B, T, H, 2, d]` (each signal query with its noise query), keys and values."""
         q_BTNQd, k_BTKGd, v_BTKE = super().project(x_BTD, angles)
         return paired_queries(q_BTNQd, self.layout.act_BTHGd), k_BTKGd, v_BTKE
 
@@ -220,9 +220,9 @@ class GroupedDiffAttention(DiffAttention):
 class SignedMaskAttention(DiffAttention):
     """Softmax attention with a learned sign and scale for each weight, (softmax(Q1 K1ᵀ/√d) ∘ tanh(Q2 K2ᵀ/√d)) V.
 
-    A reviewer of arXiv 2410.05258 asked whether negative weights explain the gains of differential attention, rather
-    than the cancellation of noise. This variant has negative weights but no λ. Its projections, head norm and factor
-    1 - λ_init (or `post_scale`) are those of `DiffAttention`.
+    A reviewer of arXiv 2410.05258 asked whether differential attention is better because of negative weights and not
+    because it cancels noise. This variant has negative weights but no λ. Projections, head norm and factor 1 - λ_init
+    (or `post_scale`) are the same as in `DiffAttention`.
     """
 
     kernel = "weighted_attention"
@@ -238,7 +238,7 @@ class SignedMaskAttention(DiffAttention):
 
 
 def paired_queries(q_BTNQd: jax.Array, sharding: jax.P) -> jax.Array:
-    """Return each signal query with its noise query, `[B, T, H, 2, d]`. The noise query is at index Q - 1."""
+    """Pair each signal query with its noise query, which is at index Q - 1. The result is `[B, T, H, 2, d]`."""
     signal_BTNRd, noise_BTN1d = q_BTNQd[..., :-1, :], q_BTNQd[..., -1:, :]
     q_BTNRGd = jnp.stack([signal_BTNRd, jnp.broadcast_to(noise_BTN1d, signal_BTNRd.shape)], axis=-2)
     B, T, N, R, G, d = q_BTNRGd.shape
@@ -246,7 +246,7 @@ def paired_queries(q_BTNQd: jax.Array, sharding: jax.P) -> jax.Array:
 
 
 def check_signal_heads(config: ModelConfig) -> None:
-    """Raise `UserError` if `signal_heads` does not divide the heads into groups."""
+    """Raise `UserError` if `signal_heads` is not set or does not divide `num_heads`."""
     require_field(config, "signal_heads", f"{GDA_SIGNAL_HEADS}")
     signal_heads = config.own.signal_heads
     if config.num_heads % signal_heads:

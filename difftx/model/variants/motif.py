@@ -9,14 +9,14 @@ from difftx.model.layers import SwiGLU, normalized, vector
 from difftx.model.variants.differential import GroupedDiffAttention
 from difftx.parallel.layout import Layout
 
-POLY_NORM_EPS = 1e-6  # Hard-coded in the code of arXiv 2411.03884, and in all code for Motif.
+POLY_NORM_EPS = 1e-6  # Hard-coded in the code of arXiv 2411.03884 and in all implementations of Motif.
 
 
 class PolyNormMLP(SwiGLU):
     """SwiGLU with PolyNorm (arXiv 2411.03884) in place of silu: (PolyNorm(x W_gate) ∘ x W_up) W_down.
 
-    PolyNorm(z) = w_1 N(z³) + w_2 N(z²) + w_3 N(z) + b, where N is an RMSNorm over the hidden width without a gain. It
-    is computed in float32. Initially, each w is 1/3, and b is 0.
+    PolyNorm(z) = w_1 N(z³) + w_2 N(z²) + w_3 N(z) + b, where N is an RMSNorm over the hidden width without a gain.
+    PolyNorm is computed in float32. Initially, each w is 1/3, and b is 0.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs):
@@ -38,19 +38,19 @@ class PolyNormMLP(SwiGLU):
 
 
 class MotifAttention(GroupedDiffAttention):
-    """Attention of Motif: grouped differential attention, in which the λ_init of each layer is that of the layer below.
+    """Attention of Motif: grouped differential attention with layers counted from 0 instead of 1 for λ_init.
 
-    Motif-2-12.7B has R = 4 signal heads per noise head. Motif-2.6B has R = 1, which is differential attention. In both,
-    λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) with l = 0, 1, 2, …, so it is -0.01 in the first layer, and 0.2 in the second.
+    λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) with l = 0, 1, 2, …, so λ_init is -0.01 in the first layer and 0.2 in the
+    second. Motif-2-12.7B has R = 4 signal heads per noise head. Motif-2.6B has R = 1, that is, differential attention.
     The MLP is `PolyNormMLP`.
 
-    The formulas are those of vLLM 0.10.2 (vllm/model_executor/models/motif.py) for Motif-2.6B, and of
-    junhoyeo/mlx-motif (src/mlx_motif/model.py), which runs the published weights of both. A draft for llama.cpp
-    (ggml-org/llama.cpp, issue 18055), with which no text was generated, contradicts them: it has λ_init = 1 in all
-    layers, and all signal heads precede all noise heads. Here, as in mlx-motif, a noise head follows its signal heads.
+    The formulas are taken from vLLM 0.10.2 (vllm/model_executor/models/motif.py) for Motif-2.6B, and from
+    junhoyeo/mlx-motif (src/mlx_motif/model.py), which runs the published weights of both models. In both, a noise head
+    follows its signal heads. A draft for llama.cpp (ggml-org/llama.cpp, issue 18055) contradicts them: it has λ_init =
+    1 in all layers, and all signal heads before all noise heads. No text was generated with this draft.
     """
 
     first_layer = 0
     mlp = PolyNormMLP
-    # A bound would need the inverse of λ_init, which is negative in the first layer.
+    # No `lambda_bound`: it would need the bound's inverse at λ_init, but λ_init is negative in the first layer.
     fields = tuple(name for name in GroupedDiffAttention.fields if name != "lambda_bound")

@@ -20,7 +20,7 @@ from difftx.parallel.layout import Layout
 class GatedAttention(Attention):
     """Softmax attention with an elementwise gate on its output, head_i = σ(x W_i) ∘ A_i V (arXiv 2505.06708, "G1").
 
-    The gate has D² weights, so the MLP is D / 3 narrower than that of a Transformer with as many parameters.
+    The gate has D² weights, so the MLP is D / 3 narrower than in a Transformer with equally many parameters.
     """
 
     def __init__(self, config, layout, *, rngs):
@@ -51,7 +51,7 @@ class OffByOneAttention(Attention):
 class SinkAttention(OffByOneAttention):
     """Softmax with a learned sink per head, exp(z_ij) / (exp(s_h) + Σ_j exp(z_ij)) (gpt-oss, OpenAI 2025).
 
-    s_h is initialised to 0, where the weights equal those of softmax-off-by-one.
+    s_h is initially 0, as in softmax-off-by-one.
     """
 
     def __init__(self, config, layout, *, rngs):
@@ -94,7 +94,7 @@ class TopKAttention(Attention):
 
     @classmethod
     def configure(cls, c, heads):
-        """Set `k` to an eighth of a row's length, a starting point for tuning, because no source gives a value."""
+        """Set `k` to an eighth of the row length. No source gives a value, so this is a starting point for tuning."""
         super().configure(c, heads)
         c.model[c.model.architecture] = {"k": c.data.sequence_length // 8}
 
@@ -103,5 +103,5 @@ class TopKAttention(Attention):
 
 
 def gate(x_BTD: jax.Array, gate_DHd: nnx.Param, layout: Layout) -> jax.Array:
-    """Return σ(x W_g), the factor of each channel of the heads' outputs, `[B, T, H, d]`."""
+    """Return σ(x W_g), `[B, T, H, d]`: one factor per channel of each head's output."""
     return jax.nn.sigmoid(linear("BTD,DHd->BTHd", x_BTD, gate_DHd, layout.act_BTHE))
