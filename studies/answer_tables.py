@@ -201,7 +201,7 @@ def warmup_table(records: Sequence[Record]) -> str:
         )
         rows.append([label, *itertools.chain(*cells)])
     header = (f"{name}, {column}" for name in OPTIMIZERS for column in ("bits per byte", "verdict"))
-    return markdown(["difference", *header], rows)
+    return markdown(["what is compared", *header], rows)
 
 
 PLACEHOLDERS = {"differences": differences_table, "warmup_table": warmup_table}
