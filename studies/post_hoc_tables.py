@@ -153,7 +153,8 @@ def worth_interval(of: Estimate) -> tuple[float, float, float]:
     return 2**of.mean, 2 ** (of.mean - half_width), 2 ** (of.mean + half_width)
 
 
-def _worth_text(worth: float, low: float, high: float) -> str:
+def worth_text_of(worth: float, low: float, high: float) -> str:
+    """Return a worth and the ends of its interval as text."""
     # Two decimals could hide whether the interval contains 1.
     decimals = 3 if "1.00" in (f"{low:.2f}", f"{high:.2f}") else 2
     return f"{worth:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f})"
@@ -168,7 +169,7 @@ def worth_table(records: Sequence[Record]) -> str:
     rows = [
         [
             f"`{arm}`",
-            *(_worth_text(*worth_interval(of)) for task in LENGTHS for of in log_worth_estimates(records, task, arm)),
+            *(worth_text_of(*worth_interval(of)) for task in LENGTHS for of in log_worth_estimates(records, task, arm)),
         ]
         for arm in WORTH_ARMS
     ]
@@ -181,11 +182,22 @@ def worth_family_table(records: Sequence[Record], family: str) -> str:
     rows = []
     for contrast, (value, p) in family_results(records, family).items():
         tokens = next(r["tokens"] for r in records if cell_of(r) == contrast.plus[0]) / 1e6
-        ends = (value.mean, value.mean + (value.half_width or 0), value.mean - (value.half_width or 0))
-        worth = _worth_text(*(curve.tokens(curve.loss(tokens) + difference) / tokens for difference in ends))
+        worth = worth_text_of(*worth_of_difference(curve, tokens, value))
         found = marked(verdict(value.mean, p, contrast), p)
         rows.append([contrast.title, contrast.effect, signed(value), worth, found])
-    return markdown(["contrast", "what differs", "bits per byte", "worth", "verdict"], rows)
+    header = ["first − second model", "what the first one has", "difference in bits per byte", "worth in tokens"]
+    return markdown([*header, "verdict"], rows)
+
+
+def worth_of_difference(curve: LossCurve, tokens: float, difference: Estimate) -> tuple[float, float, float]:
+    """Return the worth of a difference in losses after a number of tokens, in millions, and the ends of its interval.
+
+    The loss and the tokens are those of the curve.
+    """
+    half_width = difference.half_width or 0
+    ends = (difference.mean, difference.mean + half_width, difference.mean - half_width)
+    worth, low, high = (curve.tokens(curve.loss(tokens) + end) / tokens for end in ends)
+    return worth, low, high
 
 
 def _log_worth(records: Sequence[Record], task: str, arm: str, tokens: str) -> float:
@@ -216,7 +228,7 @@ def _log_advantages(records: Sequence[Record], without: int | None, method: str 
 def advantage_text(records: Sequence[Record], tokens: str) -> str:
     """Return how many tokens of `zero-norm` a token of `diff` is worth, with its interval."""
     i = [*LENGTHS[SMALLEST]].index(int(tokens))
-    return _worth_text(*worth_interval(jackknife(lambda seed: _log_advantages(records, seed)[i])))
+    return worth_text_of(*worth_interval(jackknife(lambda seed: _log_advantages(records, seed)[i])))
 
 
 def _slope(values: Sequence[float]) -> float:

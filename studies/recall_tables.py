@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import scipy.stats
 
 from difftx.configs.controls import DISTRACTORS
-from studies.controls_study import GAIN
+from studies.controls_study import GAIN, STEPS, TUNED_SEED
 from studies.controls_tables import (
     NORM_OR_GAIN_CONTRASTS,
     SIGNIFICANT,
@@ -45,6 +45,46 @@ def cell_outcomes(records: Sequence[Record], cell: str) -> list[bool]:
 def solved_count_text(records: Sequence[Record], task: str, cell: str) -> str:
     """Return the number of a cell's runs that have solved the task, such as "2 of 6"."""
     return count_text(cell_outcomes([r for r in records if r["task"] == task], named_cell(cell)))
+
+
+FAILED_TUNING, EDGE_GAIN = "†", "‡"  # Marks of counts; the page explains them.
+# Column of the page → task, and the end of the cells' names.
+DISTRACTOR_COLUMNS = {
+    "15 distractors": ("recall", ""),
+    "31": ("recall-31", ""),
+    "63": ("recall-63", ""),
+    "63, twice the steps": ("recall-63", f", {STEPS.rpartition('.')[2]}=5000"),
+}
+
+
+def marked_count(records: Sequence[Record], cell: str) -> str:
+    """Return the number of a cell's reported runs that have solved the task, with marks about its tuning.
+
+    The records are those of one task, and contain the runs of the tuning. `FAILED_TUNING` marks a cell of which no such
+    run solved the task, and `EDGE_GAIN` one whose gain is the smallest or the largest of those tried.
+    """
+    runs = [r for r in records if cell_of(r) == cell]
+    tuning, reported = ([r for r in runs if (r["seed"] == TUNED_SEED) == is_tuning] for is_tuning in (True, False))
+    if not tuning:
+        raise AssertionError(f"{cell}: no runs of its tuning")
+    gains = {float(r["changes"][GAIN]) for r in tuning if GAIN in r["changes"]}
+    chosen = {float(r["changes"][GAIN]) for r in reported if GAIN in r["changes"]}
+    marks = FAILED_TUNING * (not any(map(has_solved, tuning)))
+    marks += EDGE_GAIN * bool(gains and chosen & {min(gains), max(gains)})
+    return f"{count_text([has_solved(r) for r in reported])} {marks}".rstrip()
+
+
+def distractors_table(records: Sequence[Record]) -> str:
+    """Return a table of solved runs: a row for each arm, and a column for each number of distractors and of steps."""
+    rows = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        row = []
+        for task, changes in DISTRACTOR_COLUMNS.values():
+            of_task = [r for r in records if r["task"] == task]
+            is_run = any(cell_of(r) == arm + changes for r in of_task)
+            row.append(marked_count(of_task, arm + changes) if is_run else "not run")
+        rows.append([f"`{arm}`", *row])
+    return markdown(["model", *DISTRACTOR_COLUMNS], rows)
 
 
 def fisher_p_value(records: Sequence[Record], contrast: Contrast) -> float:
@@ -244,6 +284,7 @@ def alignment_table(records: Sequence[Record]) -> str:
 
 PLACEHOLDERS = {
     "attention": attention_table,
+    "distractors": distractors_table,
     "solved_table": solved_table,
     "solved_family": solved_family_table,
     "solved_count": solved_count_text,

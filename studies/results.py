@@ -37,6 +37,7 @@ from difftx.json_files import read_json
 from difftx.model.abstract import count_parameters
 from difftx.report.runs import RunRecord, read_runs
 from studies import (
+    answer_tables,
     controls_tables,
     exploratory_tables,
     optimizer_tables,
@@ -55,6 +56,7 @@ from studies.results_figures import (
     draw_solved,
     draw_transfer,
     draw_warmup,
+    draw_warmup_contrasts,
     draw_worth,
 )
 from studies.study_records import (
@@ -90,6 +92,7 @@ PLACEHOLDERS: Mapping[str, Callable[..., str]] = {
     **exploratory_tables.PLACEHOLDERS,
     **optimizer_tables.PLACEHOLDERS,
     **run_tables.PLACEHOLDERS,
+    **answer_tables.PLACEHOLDERS,
 }
 # Where an interval lies → check of its text.
 SIDES: Mapping[str, Callable[[str], bool]] = {
@@ -307,9 +310,8 @@ def draw_figures(collected: Mapping[str, Sequence[Record]], suffix: str) -> None
     on_recall = joined(collected, "question-1-recall+question-6+question-6-more")
     recipe = toy.get_config("books-diff")
     draw_family(collected["question-1-again"], "again", path("results_again"))
-    draw_family(
-        joined(collected, "question-1-novels+question-2"), "warmup", path("results_optimizer_family"), by_effect=True
-    )
+    with_warmups = joined(collected, "question-1-novels+question-2+question-2-zero")
+    draw_warmup_contrasts(with_warmups, path("results_optimizer_family"))
     draw_family(joined(collected, "question-1-novels+question-3-novels"), "lambda", path("results_lambda"))
     draw_family(collected["question-5"], "differential", path("results_conversion"))
     draw_solved([record for record in on_recall if record["arm"] in AGAINST_NOISE], path("results_noise"))

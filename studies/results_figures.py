@@ -13,11 +13,14 @@ from typing import Any
 
 import matplotlib.axes
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 
 from difftx.configs import controls
 from difftx.configs.transfer import ARCHITECTURES, MUP
 from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
+from studies.answer_tables import NOT_PLANNED, WARMUP_ROWS, warmup_contrasts
+from studies.answer_tables import OPTIMIZERS as WARMUP_OPTIMIZERS
 from studies.controls_study import LENGTHS
 from studies.controls_tables import FAMILIES, SIGNIFICANT, contrast_values, tested
 from studies.exploratory_tables import TASK_COLUMNS
@@ -53,6 +56,7 @@ WORTH_LINES = {
 }
 WORTH_LIMITS = (0.76, 1.6)
 LABEL_GAP = 0.062  # Smallest distance between labels of lines, as a share of the axis.
+DIFFERENCE_LABEL = "difference in bits per byte of the test text"
 ACCURACY_LIMITS = (-0.03, 1.03)  # Ends of the axis of an accuracy, with room for points at 0 and 1.
 
 
@@ -87,23 +91,41 @@ def draw_arms(records: Sequence[Record], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_family(records: Sequence[Record], family: str, path: Path, *, by_effect: bool = False) -> None:
-    """Draw a family's contrasts of the test loss. Those that are significant after correction are filled.
-
-    Labels are the contrasts' titles, or with `by_effect` their effects.
-    """
+def draw_family(records: Sequence[Record], family: str, path: Path) -> None:
+    """Draw a family's contrasts of the test loss. Those that are significant after correction are filled."""
     contrasts = FAMILIES[family][::-1]
     values_of_each = [contrast_values(records, contrast, TEST_LOSS) for contrast in contrasts]
     figure = matplotlib.figure.Figure(figsize=(10, 1.2 + 0.35 * len(contrasts)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color=COLOURS[-1], linewidth=1)
-    for y, (values, ((mean, half_width), p)) in enumerate(zip(values_of_each, tested(values_of_each), strict=True)):
-        fill = None if p < SIGNIFICANT else "none"
-        axes.errorbar(mean, y, xerr=half_width, fmt="o", capsize=3, color=COLOURS[0], markerfacecolor=fill)
-        axes.plot(values, [y] * len(values), "|", color=COLOURS[0], alpha=0.6)
-    labels = [contrast.effect if by_effect else contrast.title.replace("`", "") for contrast in contrasts]
-    axes.set_yticks(range(len(contrasts)), labels)
-    label_axes(axes, {"title": "", "x_label": "difference in bits per byte of the test text", "y_label": ""})
+    for y, (values, (_, p)) in enumerate(zip(values_of_each, tested(values_of_each), strict=True)):
+        _draw_difference(axes, y, values, is_filled=p < SIGNIFICANT)
+    axes.set_yticks(range(len(contrasts)), [contrast.title.replace("`", "") for contrast in contrasts])
+    label_axes(axes, {"title": "", "x_label": DIFFERENCE_LABEL, "y_label": ""})
+    save_figure(figure, path)
+
+
+def _draw_difference(axes: matplotlib.axes.Axes, y: float, values: Sequence[float], *, is_filled: bool) -> None:
+    """Draw a difference with its interval at the height `y`, and its value for each seed as a small line."""
+    mean, half_width = estimate(values)
+    fill = None if is_filled else "none"
+    axes.errorbar(mean, y, xerr=half_width, fmt="o", capsize=3, color=COLOURS[0], markerfacecolor=fill)
+    axes.plot(values, [y] * len(values), "|", color=COLOURS[0], alpha=0.6)
+
+
+def draw_warmup_contrasts(records: Sequence[Record], path: Path) -> None:
+    """Draw the table of question 2, with a panel per optimizer. Contrasts whose planned test decides are filled."""
+    labels = [*WARMUP_ROWS][::-1]
+    figure = matplotlib.figure.Figure(figsize=(10, 1.4 + 0.35 * len(labels)), layout="constrained")
+    panels = figure.subplots(1, len(WARMUP_OPTIMIZERS), sharey=True, sharex=True)
+    for axes, optimizer in zip(panels, WARMUP_OPTIMIZERS, strict=True):
+        axes.axvline(0, color=COLOURS[-1], linewidth=1)
+        for y, label in enumerate(labels):
+            if found := warmup_contrasts(records, label).get(optimizer):
+                _draw_difference(axes, y, found.values, is_filled=found.verdict not in ("open", NOT_PLANNED))
+        axes.set_yticks(range(len(labels)), labels)
+        axes.xaxis.set_major_locator(matplotlib.ticker.MultipleLocator(0.03))  # The labels have room.
+        label_axes(axes, {"title": optimizer, "x_label": DIFFERENCE_LABEL, "y_label": ""})
     save_figure(figure, path)
 
 

@@ -204,6 +204,13 @@ def size_verdict_text(records: Sequence[Record], task: str, arm: str, reference:
         at: A number of tokens per parameter, "slope-" and the largest such number, or "size" for the change with it.
         seeds: Number of seeds to use, or 0 for all.
     """
+    if found := size_verdict(records, task, arm, reference, at, seeds):
+        return found
+    raise UserError(f"{task}, {arm} − {reference}: no family has this contrast at {at}")
+
+
+def size_verdict(records: Sequence[Record], task: str, arm: str, reference: str, at: str, seeds: int = 0) -> str | None:
+    """Return the verdict as `size_verdict_text`, or None if no family has the contrast."""
     kind, _, last = at.partition("-")
     measured = {"slope": f", 5 to {last}", "size": ", change with the size"}.get(kind, f"{at} tokens per parameter")
     for family_of in (size_family, later_family):
@@ -212,7 +219,7 @@ def size_verdict_text(records: Sequence[Record], task: str, arm: str, reference:
         for contrast, (value, p) in zip(family, results, strict=True):
             if contrast.title == versus(arm, reference, "").title and contrast.measured.endswith(measured):
                 return marked(_verdict(contrast, value, p), p)
-    raise UserError(f"{task}, {arm} − {reference}: no family has this contrast at {at}")
+    return None
 
 
 def _verdict(contrast: SizeContrast, value: Estimate, p: float) -> str:
