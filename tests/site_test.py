@@ -80,7 +80,7 @@ def test_the_readme_counts_the_architectures():
 
 def unexecuted():
     """Return the page and the text of each command, in a block or sentence of a page, that no test executes."""
-    executed = {"tutorials_test", "differentialize_test", "extend_test", "tokenizers_page_test"}
+    executed = {"tutorials_test", "differentialize_test", "extend_test"}
     assert all((ROOT / "tests" / f"{name}.py").is_file() for name in executed)
     found = []
     for page, name in zip(PAGES, IDS, strict=True):
