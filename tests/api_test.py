@@ -21,7 +21,10 @@ def test_the_top_level_names_are_public():
         _ = difftx.Attention
 
 
-@pytest.mark.parametrize("page", ["layer.md", "extend.md"])
+EXTENSIONS = [f"extensions/{path.name}" for path in sorted((DOCS / "extensions").glob("*.py"))]
+
+
+@pytest.mark.parametrize("page", ["layer.md", "extend.md", *EXTENSIONS])
 def test_pages_use_public_names_only(page):
     imports = re.findall(r"^from (difftx[\w.]*) import (.+)$", (DOCS / page).read_text(), re.MULTILINE)
     assert len(imports) >= 3

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
 from helpers.cases import marked
-from helpers.pages import named_files, page_commands, run_command
+from helpers.pages import DOCS, named_files, page_commands, run_command
 
 from difftx import registry
 from difftx.errors import UserError
 from difftx.files import source_sha256
 
-FILES = named_files("extend.md")
+# The files that the page shows, and those in docs/extensions, to which it refers.
+FILES = named_files("extend.md") | {path.name: path.read_text() for path in sorted((DOCS / "extensions").glob("*.py"))}
 COMMANDS = page_commands("extend.md")
 SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.trackers": ""}
 
@@ -44,8 +45,10 @@ def flags(line, name):
 
 
 def test_the_page_has_the_expected_files_and_commands():
-    variants = ["token_lambda.py", "tda.py", "shared_diff.py"]
-    assert list(FILES) == [*variants, "confident.py", "counting.py", "lion.py", "csv_reader.py", "printed.py"]
+    shown = ["token_lambda.py", "confident.py", "lion.py", "csv_reader.py", "printed.py"]
+    assert list(FILES) == [*shown, "counting.py", "shared_diff.py", "tda.py"]
+    page = (DOCS / "extend.md").read_text()
+    assert all(name in shown or f"](extensions/{name})" in page for name in FILES)
     assert [len(lines) for lines in COMMANDS] == [6, 2, 2, 5, 1, 3, 1, 1]
     assert len(re.findall(r'^ *[^\s#"]', FILES["token_lambda.py"], re.MULTILINE)) <= 15  # Without docstrings.
 

@@ -204,7 +204,9 @@ def test_the_code_of_the_page_and_of_the_readme_runs(folder, monkeypatch):
     np.testing.assert_allclose(names["effects"][-1, -1], difference, atol=1e-5 * scale, rtol=0)
     np.testing.assert_array_equal(names["state"]["params.embedding_VD"], names["run"].model.embedding_VD)
     assert names["loss"] == json.loads((folder / "runs/python/evals/loss/200.json").read_text())["numbers"]["loss"]
+    (folder / "runs/quickstart").mkdir()
+    (folder / "runs/quickstart/diff").symlink_to("../python")
     readme = {}
-    exec(blocks("../README.md", "python")[0], readme)
+    exec(blocks("../README.md", "python")[1], readme)
     assert readme["loss"] == difftx.evaluate(readme["run"], "loss")["loss"]["loss"]
     assert readme["weights"].a1.shape == readme["weights"].difference.shape

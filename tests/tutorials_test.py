@@ -61,7 +61,7 @@ def losses(workdir):
 
 def test_pages_with_commands_are_executed():
     assert {page: len(lines_of(page)) for page in EXECUTED} == EXECUTED
-    others = {"differentialize.md", "tokenizers.md", "extend.md"}  # Other tests execute the commands of these pages.
+    others = {"differentialize.md", "extend.md"}  # Other tests execute the commands of these pages.
     with_commands = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if blocks(page, "bash")}
     assert with_commands == set(EXECUTED) | others
 
@@ -127,7 +127,7 @@ def test_the_commands_of_chat_lead_from_a_file_to_a_conversation(page_folder):
     pytest.importorskip("tokenizers", reason="make test-long installs the extra tokenizers")
     train_tokenizer, prepare, train, prepare_chats, show, train_chats, chat = lines_of("tutorials/chat.md")
     (template,), (example,) = (blocks("tutorials/chat.md", kind) for kind in ("jinja", "json"))
-    run(page_folder, train_tokenizer)
+    assert re.search(r"tokenizer: \d+ tokens.*; trained on 1 documents", run(page_folder, train_tokenizer))
     (page_folder / "tokenizer" / "chat_template.jinja").write_text(template.removesuffix("\n"))
     (page_folder / "chats.jsonl").write_text("".join(example.replace("2", str(i)) for i in range(200)))
     small = {"data.sequence_length": "64", "train.global_batch_tokens": "512"}
@@ -137,8 +137,11 @@ def test_the_commands_of_chat_lead_from_a_file_to_a_conversation(page_folder):
     for line in (train, train_chats):
         run_command(page_folder, line, fields=SHORT | small)
     assert len(losses(page_folder / "runs" / "chat")) == 6
-    said = run_command(page_folder, chat, typed="2+3\n/tokens 5\n3+3\n").splitlines()
+    size = json.loads((page_folder / "runs" / "chat" / "config.json").read_text())["model"]["vocab_size"]
+    assert size % 128 == 0
+    said = run_command(page_folder, chat, typed="2+3\n/temperature 0\n/tokens 5\n3+3\n/bad\n").splitlines()
     assert said[0] == "A conversation; /help lists the commands"
+    assert said[-1].startswith("error: /bad: no such command")
 
 
 @pytest.mark.long
