@@ -83,7 +83,7 @@ def assert_equal_calls(actual, expected):
 def test_a_layer_with_options_equals_the_decoders_and_the_formula(name, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, call, _ = layer_of(name, **OPTIONS)
-        expected_BTD = call(X_BTD, 1).out_BTD
+        expected_BTD = call(X_BTD, 1)
         weights = oracle.weights_of(module)
     values = values_of(model)
     own = values.pop(name, {}) if model.own else {}
