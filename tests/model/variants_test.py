@@ -143,7 +143,7 @@ def test_initial_lambda_and_sink(config):
     """Check that V2's λ is near 0.5 and float32, a sink is 0, and a fixed λ is λ_init(2) in the second layer."""
 
     def of(model):
-        return ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0))
+        return jax.jit(lambda: ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))()
 
     assert not np.any(of(config("sink").model).sink_H[...])
     v2 = config("diff_v2", model__num_heads=4).model

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # It imports scipy.stats at the first use, which takes a second.
 from helpers.report_runs import tiny, write_result, write_run
 
 from difftx.report.runs import read_runs

@@ -50,7 +50,7 @@ def expected(x_BTD, table_VD, targets_BT, weight_BT, cap=None, z_loss=0.0):
             z = jnp.sum(z_loss * jnp.log(jnp.sum(jnp.exp(logits_BTV), axis=-1)) ** 2 * weight_BT)
             return jnp.sum(nll_BT * weight_BT) + z, (nll_BT, z)
 
-        call = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+        call = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
         (value, (nll_BT, z)), grads = call(x_BTD, table_VD, weight_BT)
         return np.asarray(nll_BT), float(value), float(z), [np.asarray(g) for g in grads]
 
