@@ -21,12 +21,7 @@ from difftx.training import loop
 from difftx.training.metrics import read_metrics
 
 TEXT = "line 7: the square of 7 is 49."
-FIELDS = TINY | {
-    "mesh.fsdp": "8",
-    "eval.loss_tokens": "600",
-    "logging.every_steps": "1",
-    "logging.trackers": "",
-}
+FIELDS = TINY | {"mesh.fsdp": "8", "eval.loss_tokens": "600", "logging.every_steps": "1", "logging.trackers": ""}
 NOT_OF_THE_MODEL = {"tokens_per_second", "step_seconds", "data_wait_seconds"}
 
 

@@ -32,10 +32,7 @@ SHAPES = [
 ]
 LARGEST = {ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344, np.int8: 127}
 # Dtypes of activations and weights, of the output's gradient, and whether the weight's gradient is in 8 bits.
-FORMATS = {
-    "fp8": (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, True),
-    "int8": (np.int8, np.int8, False),
-}
+FORMATS = {"fp8": (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, True), "int8": (np.int8, np.int8, False)}
 
 
 def rounded(x, axes, dtype):

@@ -241,11 +241,7 @@ def test_flops_equal_a_calculation_by_hand():
     [
         ("top_k", {"model.top_k.k": "none"}, r"model\.top_k\.k=None: architecture 'top_k' requires it"),
         ("top_k", {"model.top_k.k": "0"}, r"model\.top_k\.k=0 must be positive"),
-        (
-            "top_k",
-            {"model.top_k.k": "300"},
-            r"model\.top_k\.k=300 exceeds data\.sequence_length=256.*use a smaller",
-        ),
+        ("top_k", {"model.top_k.k": "300"}, r"model\.top_k\.k=300 exceeds data\.sequence_length=256.*use a smaller"),
         ("diff", {"model.top_k.k": "8"}, r"model\.top_k: architecture 'diff' does not use this group; remove it"),
         ("diff", {"model.top_k": "8"}, r"model\.top_k=8: model\.top_k is a group; set one of its fields: k"),
         ("gdla", {"model.output_gate": "true"}, r"no such field\. Did you mean 'model\.gdla\.output_gate'"),
@@ -262,21 +258,13 @@ def test_flops_equal_a_calculation_by_hand():
         ("gdla", {"model.gdla.signal_heads": "3"}, r"model\.gdla\.signal_heads=3 does not divide num_heads=4.*use 2"),
         ("gda", {"model.gda.signal_heads": "none"}, r"model\.gda\.signal_heads=None: architecture 'gda' requires it"),
         ("gda", {"model.gda.signal_heads": "2"}, r"model\.gda\.signal_heads=2 does not divide num_heads=3.*use 1"),
-        (
-            "gda",
-            {"model.num_heads": "6", "model.d_model": "100"},
-            r"model\.num_heads=6: their 8 sub-heads .*use 3",
-        ),
+        ("gda", {"model.num_heads": "6", "model.d_model": "100"}, r"model\.num_heads=6: their 8 sub-heads .*use 3"),
         (
             "gda",
             {"model.num_kv_heads": "3"},
             r"model\.num_kv_heads=3 does not divide the 1 heads that have keys and values; use 1",
         ),
-        (
-            "diff_v2",
-            {"model.num_kv_heads": "3"},
-            r"model\.num_kv_heads=3 does not divide the 4 heads .*; use 2",
-        ),
+        ("diff_v2", {"model.num_kv_heads": "3"}, r"model\.num_kv_heads=3 does not divide the 4 heads .*; use 2"),
         ("diff_v2", {"model.head_norm": "rms"}, r"model\.head_norm='rms': architecture 'diff_v2' has none; use 'none'"),
         (
             "sink",

@@ -336,8 +336,7 @@ class Killed(BaseException):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("first", "place"),
-    [(8, "remove"), (8, "amend"), (8, "write"), (1, "save_and_wait"), (1, "amend"), (1, "write")],
+    ("first", "place"), [(8, "remove"), (8, "amend"), (8, "write"), (1, "save_and_wait"), (1, "amend"), (1, "write")]
 )
 def test_run_killed_during_a_rewind_resumes_bit_for_bit(open_run, uninterrupted, monkeypatch, first, place):
     options = {"nan": {first, first + 1, first + 2}}

@@ -15,12 +15,7 @@ from difftx.training import loss
 from difftx.training.loss import token_scores, weighted_loss
 
 MESHES = [{}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "context": 2}]
-CASES = [
-    ({}, None, 0.0),
-    *((sizes, 3.0, 0.1) for sizes in MESHES),
-    ({}, 3.0, 0.0),
-    ({}, None, 0.1),
-]
+CASES = [({}, None, 0.0), *((sizes, 3.0, 0.1) for sizes in MESHES), ({}, 3.0, 0.0), ({}, None, 0.1)]
 FAST = [({}, None, 0.0), *((sizes, 3.0, 0.1) for sizes in MESHES[1:3])]
 B, T, D, V = 4, 6, 16, 24
 

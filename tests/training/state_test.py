@@ -126,11 +126,7 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("architecture", "options"),
-    [
-        ("transformer", {}),
-        ("diff", {"model__window": 5, "model__window_pattern": "LG"}),
-    ],
+    ("architecture", "options"), [("transformer", {}), ("diff", {"model__window": 5, "model__window_pattern": "LG"})]
 )
 def test_compiled_step_does_not_grow_with_depth(config, mesh_of, architecture, options):
     """The step scans over layers or groups of layers, so programs of 24 and of 2 layers differ only in their sizes."""
