@@ -155,12 +155,16 @@ def steps(c, mesh, count, skipped=()):
         state = init_state(c)
         return dataclasses.replace(state, params=jax.tree.map(lambda x: jnp.where(x == 0, 0.1, x), state.params))
 
+    def with_limit(limit, state, batch):
+        """Take a step. The limit is an argument, so that one program, which is compiled once, serves all limits."""
+        return make_train_step(c.but(optimizer={"qk_clip": limit}))(state, batch)
+
     with jax.set_mesh(mesh):
-        state, step = jax.jit(start)(), jax.jit(make_train_step(c))
+        state, step = jax.jit(start)(), jax.jit(with_limit)
         batch, found = batch_on(mesh, c, rows=c.batch_rows), []
         empty = dataclasses.replace(batch, loss_mask_BT=0 * batch.loss_mask_BT)
         for number in range(count):
-            state, metrics = step(state, empty if number in skipped else batch)
+            state, metrics = step(c.optimizer.qk_clip, state, empty if number in skipped else batch)
             found.append(jax.device_get((state, metrics)))
     return found
 
