@@ -114,7 +114,7 @@ def test_adapters_equal_merged_weights_and_new_ones_change_nothing(config, mesh_
 
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         without = {name: part for name, part in new.items() if name != LORA}
-        first = jax.jit(lambda: init_state(base))().params
+        first = jax.jit(lambda: init_state(base).params)()
         jax.tree.map(np.testing.assert_array_equal, without, first)
         jax.tree.map(np.testing.assert_array_equal, loss(new), loss(without))
         adapted, sums = loss(drawn), merged(drawn, c.train)
