@@ -100,10 +100,11 @@ def layer_of(name, **overrides):
     @jax.jit
     def gradients(state, x_BTD, weights_BTD, layer):
         """Compile the backward pass once for all weighted sums of the outputs."""
-        _, pullback = jax.vjp(lambda state, x_BTD: update(state, x_BTD, layer, None), state, x_BTD)
+        out_BTD, pullback = jax.vjp(lambda state, x_BTD: update(state, x_BTD, layer, None), state, x_BTD)
         of_token_TBTD = np.zeros((TOKENS, *x_BTD.shape), np.float32)
         of_token_TBTD[:, 0] = np.eye(TOKENS)[:, :, None]
-        by_state_N, by_x_NBTD = jax.lax.map(pullback, jnp.concatenate([weights_BTD[None], of_token_TBTD]))
+        all_NBTD, spec = jnp.concatenate([weights_BTD[None], of_token_TBTD]), jax.typeof(out_BTD).sharding.spec
+        by_state_N, by_x_NBTD = jax.lax.map(lambda g_BTD: pullback(jax.sharding.reshard(g_BTD, spec)), all_NBTD)
         return jax.tree.map(lambda x_N: x_N[0], by_state_N), by_x_NBTD[0], by_x_NBTD[1:, 0]
 
     def gradient(x_BTD, weights_BTD, layer):
