@@ -137,10 +137,7 @@ def test_a_command_changes_only_its_groups():
         ("generate --workdir=x --max_new_tokens=20", "Did you mean --new_tokens?"),
         ("generate --workdir=x ROMEO", "'ROMEO' belongs to no flag; quote a value that has spaces"),
         ("generate --workdir=x --lr=1", "--lr=1: difftx generate does not change optimizer.learning_rate, only mesh.…"),
-        (
-            "eval --workdir=x --config.train.steps=9",
-            "difftx eval does not change train.steps, only eval.…, mesh.…, ",
-        ),
+        ("eval --workdir=x --config.train.steps=9", "difftx eval does not change train.steps, only eval.…, mesh.…, "),
         ("eval --workdir=x --suite=loss test", "'test' belongs to no flag; quote a value that has spaces, and write"),
         ("checkpoint ls --workdir=x --workdr=x", "--workdr=x: no such flag. Did you mean --workdir?"),
         ("data verify", "the following arguments are required: folder; see difftx data verify --help"),

@@ -82,13 +82,7 @@ READERS = {
     "lambda_bound": ("diff", "gda", "zero_branch"),
     "post_scale": tuple(name for name in EVERY if name not in ("zero_branch", "dex")),
 }
-VALUES = {
-    "lambda_init": 0.8,
-    "lambda_learned": False,
-    "lambda_std": 0.2,
-    "lambda_bound": "tanh",
-    "post_scale": 0.5,
-}
+VALUES = {"lambda_init": 0.8, "lambda_learned": False, "lambda_std": 0.2, "lambda_bound": "tanh", "post_scale": 0.5}
 
 
 @pytest.mark.parametrize("architecture", EVERY)

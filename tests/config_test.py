@@ -192,10 +192,7 @@ def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (
-            "c.optimizer.lerning_rate = 1.0",
-            "optimizer.lerning_rate=1.0: no such field. Did you mean 'learning_rate'?",
-        ),
+        ("c.optimizer.lerning_rate = 1.0", "optimizer.lerning_rate=1.0: no such field. Did you mean 'learning_rate'?"),
         ("c.model.num_layers = 'four'", "user.py:5: TypeError"),
         ("c.eval.suites = (1,)", "eval.suites[0]=1: expected text"),
     ],
@@ -297,11 +294,7 @@ def test_an_added_group_is_a_frozen_dataclass_with_defaults(monkeypatch):
 
 
 def test_values_are_read_by_the_type_of_their_field():
-    changes = {
-        "optimizer.clip_norm": "none",
-        "eval.suites": "loss,sample",
-        "model.tie_embeddings": "false",
-    }
+    changes = {"optimizer.clip_norm": "none", "eval.suites": "loss,sample", "model.tie_embeddings": "false"}
     changes |= {"optimizer.learning_rate": "1", "model.num_kv_heads": "2", "train.steps": "1_000"}
     config = load_config(QUICKSTART, changes)
     assert config.optimizer.clip_norm is None

@@ -35,15 +35,16 @@ import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
 import pytest
 
 from difftx import compilation_cache
-from difftx.config import Config, MeshConfig
-from difftx.config.recipes import load_config
-from difftx.parallel.mesh import make_mesh
-from difftx.training.fit import fit
+
+if TYPE_CHECKING:  # pytest-xdist's main process runs no test, so that it need not import JAX for three seconds.
+    import jax
+
+    from difftx.config import Config
 
 gc.set_threshold(200_000, 50, 1000)  # Collections of JAX's many objects took a twentieth of the suite's time.
 compilation_cache.enable()  # All tests, and the processes that they start, share the user's cache.
@@ -65,29 +66,39 @@ TINY = {
 }
 
 
-def suite_config(folder: Path, window: int, **changes: object) -> Config:
+def _fitted(architecture: str, fields: dict[str, object]) -> "Config":
+    """Return a tiny config of an architecture, with fields by their full names."""
+    from difftx.config.recipes import load_config
+    from difftx.training.fit import fit
+
+    changes = TINY | {name: str(value) for name, value in fields.items()}
+    return fit(load_config(f"{ROOT}/configs/quickstart.py:{architecture}", changes))
+
+
+def suite_config(folder: Path, window: int, **changes: object) -> "Config":
     """Return a tiny config with rows of `window` tokens of `folder`/text.txt, and `changes` by full field names."""
     fields = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
     fields |= {"data.path": folder / "text.txt"} | changes
-    changes = TINY | {name: str(value) for name, value in fields.items()}
-    return fit(load_config(f"{ROOT}/configs/quickstart.py:diff", changes))
+    return _fitted("diff", fields)
 
 
 @pytest.fixture(scope="session")
-def config() -> Callable[..., Config]:
+def config() -> "Callable[..., Config]":
     """Return a function from an architecture and overrides, such as `model__d_model=64`, to a tiny config."""
 
-    def make(architecture: str = "diff", **overrides: object) -> Config:
-        changes = {name.replace("__", "."): str(value) for name, value in overrides.items()}
-        path = ROOT / "configs" / "quickstart.py"
-        return fit(load_config(f"{path}:{architecture}", TINY | changes))
+    def make(architecture: str = "diff", **overrides: object) -> "Config":
+        return _fitted(architecture, {name.replace("__", "."): value for name, value in overrides.items()})
 
     return make
 
 
 @pytest.fixture(scope="session")
-def mesh_of() -> Callable[..., jax.sharding.Mesh]:
+def mesh_of() -> "Callable[..., jax.sharding.Mesh]":
     """Return a function from axis sizes to a mesh over as many of the eight devices as the sizes require."""
+    import jax
+
+    from difftx.config import MeshConfig
+    from difftx.parallel.mesh import make_mesh
 
     def make(**sizes: int) -> jax.sharding.Mesh:
         axes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
@@ -121,6 +132,6 @@ def child_environment(devices: int) -> dict[str, str]:
     }
 
 
-def replace(config: Config, group: str, **changes: object) -> Config:
+def replace(config: "Config", group: str, **changes: object) -> "Config":
     """Return the config with some fields of one group replaced."""
     return dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **changes)})

@@ -83,7 +83,7 @@ def assert_equal_calls(actual, expected):
 def test_a_layer_with_options_equals_the_decoders_and_the_formula(name, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, call, _ = layer_of(name, **OPTIONS)
-        expected_BTD = call(X_BTD, 1).out_BTD
+        expected_BTD = call(X_BTD, 1)
         weights = oracle.weights_of(module)
     values = values_of(model)
     own = values.pop(name, {}) if model.own else {}
@@ -231,22 +231,14 @@ def test_the_caller_raises_the_progress(name):
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
-        (
-            np.zeros((5, 32), "float32"),
-            {},
-            "x has the shape [5, 32]; expected [B, T, d_model] with d_model=32; for",
-        ),
+        (np.zeros((5, 32), "float32"), {}, "x has the shape [5, 32]; expected [B, T, d_model] with d_model=32; for"),
         (np.zeros((2, 5, 32), "int32"), {}, "x has the dtype int32; expected float32 or bfloat16"),
         (
             X_BTD,
             {"segment_ids": np.zeros((2, 5), "int32")},
             "segment_ids: int32[2, 5]; expected integers [B, T] = [2, 18]",
         ),
-        (
-            X_BTD,
-            {"segment_ids": np.ones((2, 18), bool)},
-            "segment_ids: bool[2, 18]; expected integers [B, T]",
-        ),
+        (X_BTD, {"segment_ids": np.ones((2, 18), bool)}, "segment_ids: bool[2, 18]; expected integers [B, T]"),
     ],
 )
 def test_a_wrong_input_is_reported_in_one_line(x, options, message):

@@ -21,12 +21,7 @@ from difftx.training import loop
 from difftx.training.metrics import read_metrics
 
 TEXT = "line 7: the square of 7 is 49."
-FIELDS = TINY | {
-    "mesh.fsdp": "8",
-    "eval.loss_tokens": "600",
-    "logging.every_steps": "1",
-    "logging.trackers": "",
-}
+FIELDS = TINY | {"mesh.fsdp": "8", "eval.loss_tokens": "600", "logging.every_steps": "1", "logging.trackers": ""}
 NOT_OF_THE_MODEL = {"tokens_per_second", "step_seconds", "data_wait_seconds"}
 
 
@@ -115,24 +110,27 @@ def test_logprobs_are_those_of_the_logits(run):
 
 def test_the_module_has_no_mesh_and_its_hook_patches_layers(run):
     tokens = jnp.array([run.tokenizer.encode_prompt(TEXT)])
-    logits, statistics = jax.jit(lambda model, tokens: model(tokens))(run.model, tokens)
+    call = jax.jit(lambda model, tokens: model(tokens))
+    logits, statistics = call(run.model, tokens)
     np.testing.assert_allclose(logits[0], run.logits(TEXT), atol=1e-5)
     assert statistics["lambda"].shape == (2,)
     assert {type(leaf.sharding) for leaf in jax.tree.leaves(run.model)} == {jax.sharding.SingleDeviceSharding}
-    grads = jax.grad(lambda model: model(tokens)[0].sum())(run.model)
+    grads = jax.jit(jax.grad(lambda model: model(tokens)[0].sum()))(run.model)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
     residuals = run.model(tokens, hook=lambda x, layer: (x, x))[1]["hook"]
     other = jnp.array([run.tokenizer.encode_prompt(TEXT.replace("7", "8"))])
 
-    def patch(at):
-        return lambda x, layer: (jnp.where(layer == at, residuals[layer - 1], x), layer)
+    @jax.jit
+    def patched(at):
+        return run.model(other, hook=lambda x, layer: (jnp.where(layer == at, residuals[layer - 1], x), layer))
 
-    patched, seen = run.model(other, hook=patch(2))
+    second, seen = patched(2)
     np.testing.assert_array_equal(seen["hook"], [1, 2])
-    np.testing.assert_allclose(patched, logits, atol=1e-6)
-    assert (run.model(other, hook=patch(3))[0] == run.model(other)[0]).all()
-    assert not np.allclose(run.model(other)[0], logits)
+    np.testing.assert_allclose(second, logits, atol=1e-6)
+    of_other = call(run.model, other)[0]
+    assert (patched(3)[0] == of_other).all()
+    assert not np.allclose(of_other, logits)
 
 
 def test_an_exported_folder_is_the_run(run, folder):

@@ -79,18 +79,19 @@ def test_the_readme_counts_the_architectures():
 
 
 def unexecuted():
-    """Return the page and the text of each command, in a block or sentence of a page, that no test executes."""
+    """Return each command, in a block or sentence of a page, that no test executes, with the first page that has it."""
     executed = {"tutorials_test", "differentialize_test", "extend_test"}
     assert all((ROOT / "tests" / f"{name}.py").is_file() for name in executed)
-    found = []
+    found = {}
     for page, name in zip(PAGES, IDS, strict=True):
         text = page.read_text()
         if page not in READ:  # Generated pages have commands in indented blocks.
             text = re.sub(r"(?m)((?:^    .*\n)+)", "```console\n\\1```\n", text)
         elif page.is_relative_to(DOCS):
             text = text.replace("```bash", "```executed")  # test_pages_with_commands_are_executed lists these pages.
-        found += [(name, line) for line in commands_of(text) + (inline_commands(text) if page in READ else [])]
-    return found
+        for line in commands_of(text) + (inline_commands(text) if page in READ else []):
+            found.setdefault(line, name)
+    return [(name, line) for line, name in found.items()]
 
 
 def with_extras(page, line):

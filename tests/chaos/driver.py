@@ -28,15 +28,7 @@ from helpers.processes import Processes, newest_step
 from helpers.unreadable import setpriv_prefix
 
 from chaos import disk, records
-from chaos.plan import (
-    CONFIGS,
-    KEEP,
-    STARTS,
-    UNREADABLE,
-    Episode,
-    Layout,
-    Plan,
-)
+from chaos.plan import CONFIGS, KEEP, STARTS, UNREADABLE, Episode, Layout, Plan
 
 GIVE_UP_SECONDS = 600.0  # Time after which the driver gives up. The machine may be busy with other work.
 BARRIER_TIMEOUT_SECONDS = 20  # Timeout of barriers and heartbeats.

@@ -80,11 +80,7 @@ UNREADABLE = ("unreadable file", "unreadable manifests")  # By their modes. They
 CONFIGS = "processes of different configs"
 HARMLESS = ("leftover of a save", "empty step folder", "leftover of a removal")
 # Corruptions that are dealt first, so that the 40 faults of CI include all of them.
-FIRST = {
-    "one": ("unreadable file",),
-    "two": ("unreadable manifests", CONFIGS),
-    "nan": ("symlinked step",),
-}
+FIRST = {"one": ("unreadable file",), "two": ("unreadable manifests", CONFIGS), "nan": ("symlinked step",)}
 # After these interruptions the run is still training, so its files are not corrupted.
 RUNNING = ("SIGSTOP", "SIGSTOP, continued later")
 FULL = ("disk full, then free", "disk full")
@@ -118,10 +114,7 @@ def make_plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
     first = [corruption for corruption in FIRST[kind] if corruption not in without]
     corruption = iter(_dealt(deck, seed, f"{kind} damages", corrupted, count, first))
     parts = zip(
-        now,
-        _dealt(MOMENTS, seed, f"{kind} moments", seen * count, count),
-        _steps(layout, count, random),
-        strict=True,
+        now, _dealt(MOMENTS, seed, f"{kind} moments", seen * count, count), _steps(layout, count, random), strict=True
     )
     episodes = [
         Episode(interruption, moment, step, None if interruption in RUNNING else next(corruption))

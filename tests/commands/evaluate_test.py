@@ -84,7 +84,7 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     evaluate(run, "loss", step="6", flags=["--eval.loss_tokens=64"])
     assert results(run, "loss")[6]["details"]["sets"]["valid"]["tokens"] == 64
     with jax.set_mesh(run.mesh):  # A result of the training loop has the same settings.
-        params = jax.jit(lambda: init_state(run.config))().params
+        params = jax.jit(lambda: init_state(run.config).params)()
     weights = read_manifest(run.workdir / "checkpoints" / "3").weights
     evals.evaluate(run, params, 3, ["loss"], weights=weights)
     capsys.readouterr()

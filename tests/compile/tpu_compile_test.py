@@ -93,9 +93,7 @@ def test_two_kernel_backward_compiles(d, monkeypatch):
 @pytest.mark.parametrize("d", [64, 96, 128])
 def test_segments_window_and_groups_compile(d):
     compiled = compile_for(
-        "v5p",
-        lambda *xs: attention(*xs, window=700),
-        lambda s: shapes(2, 2048, 8, 2, d, segments=True, sharding=s),
+        "v5p", lambda *xs: attention(*xs, window=700), lambda s: shapes(2, 2048, 8, 2, d, segments=True, sharding=s)
     )
     assert kernels_in(compiled) == {"diff_attention_forward", "diff_attention_dqkv"}
 

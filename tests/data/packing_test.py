@@ -22,12 +22,7 @@ def store_of(lengths):
 
 
 def rows_of(store, row_tokens, policy, document_mask=True):
-    return PackedRows(
-        store,
-        sequence_length=row_tokens,
-        packing=policy,
-        document_mask=document_mask,
-    )
+    return PackedRows(store, sequence_length=row_tokens, packing=policy, document_mask=document_mask)
 
 
 @pytest.mark.parametrize("policy", ["concat", "best_fit"])

@@ -29,7 +29,7 @@ BFLOAT16 = ("diff", "zero_branch", "dex")  # Models with λ vectors or λ.
 FLAGS = ("--dtype=float32", "--max-model-len=256", "--enforce-eager")  # Compilation takes a minute.
 SHARDED = {
     # vLLM 0.32 fails on CPUs with two pipeline stages unless it compiles.
-    "two tensor-parallel ranks": ("zero_branch", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    "two tensor-parallel ranks": ("zero_branch", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"})
 }
 
 

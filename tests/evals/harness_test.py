@@ -438,10 +438,7 @@ def test_texts_are_generated(lm_eval, folder, own_tasks, tmp_path, monkeypatch):
 def test_mistakes_are_one_line(lm_eval, folder, own_tasks, tmp_path):
     run = Run.open(config_of(folder), tmp_path)
     for changes, message in [
-        (
-            {},
-            r"a request takes \d+ tokens, and the model's context data.sequence_length=256; remove .*, or truncate",
-        ),
+        ({}, r"a request takes \d+ tokens, and the model's context data.sequence_length=256; remove .*, or truncate"),
         ({"tasks": "piqa", "data_path": "no/such"}, "eval.harness.data_path=no/such: no such folder"),
         ({"tasks": "sums", "include_path": "no/such"}, "eval.harness.include_path=no/such: no such folder"),
         ({"tasks": "hellaswagg"}, "lm-eval has no task 'hellaswagg'. Did you mean 'hellaswag'"),

@@ -25,14 +25,7 @@ for _package in ("lm_eval", "tokenizers", "transformers", "wonderwords"):
 
 pytestmark = pytest.mark.long
 
-TASKS = (
-    *ruler.NEEDLES,
-    "ruler_vt",
-    "ruler_cwe",
-    "ruler_fwe",
-    "ruler_qa_squad",
-    "ruler_qa_hotpot",
-)
+TASKS = (*ruler.NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
 LENGTH = 512
 GENERATED = {"ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50, "ruler_qa_squad": 32, "ruler_qa_hotpot": 32}  # Tokens.
 STEP = 48  # More tokens than the largest step of a haystack has, except for sentences with two uuids.

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ BITS = "bits:"  # As in driver.py.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}
 
 type Record = dict[str, Any]  # Path of a value, parts joined by "/" → a scalar or a list of scalars.
+type Runner = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 
 
 def make_records(roots: Sequence[Path], parts: Sequence[str]) -> list[Record]:
@@ -38,15 +39,20 @@ def make_records(roots: Sequence[Path], parts: Sequence[str]) -> list[Record]:
     """
     compilation_cache.enable()
     with ThreadPoolExecutor(2) as pool:
-        futures = [[pool.submit(_run_driver, root, part) for part in parts] for root in roots]
+        futures = [[pool.submit(make_record, root, part) for part in parts] for root in roots]
         return [{path: value for part in of_root for path, value in part.result().items()} for of_root in futures]
 
 
-def _run_driver(root: Path, part: str) -> Record:
+def make_record(root: Path, part: str, run: Runner | None = None) -> Record:
+    """Run a part of the driver. `run` runs a script with its arguments; the default is a new interpreter."""
+
+    def run_new(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *command], cwd=root, capture_output=True, text=True)
+
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record.json"
-        command = [sys.executable, str(HERE / "driver.py"), f"--root={root}", f"--part={part}", f"--out={out}"]
-        ended = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        command = [str(HERE / "driver.py"), f"--root={root}", f"--part={part}", f"--out={out}"]
+        ended = (run or run_new)(command)
         if ended.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stdout}{ended.stderr}")
         return dict(_flat(part, json.loads(out.read_text())))

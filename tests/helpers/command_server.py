@@ -66,6 +66,7 @@ sys.argv = request["command"]
 if sys.argv[0] == "difftx":
     runpy.run_module("difftx", run_name="__main__", alter_sys=True)
 else:
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # As Python does for a script.
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

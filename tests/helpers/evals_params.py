@@ -20,7 +20,7 @@ def params_of(run):
     key = (run.config.model, run.config.train.seed, run.mesh)
     if key not in INITIALIZED:
         with jax.set_mesh(run.mesh):
-            INITIALIZED[key] = jax.jit(lambda: init_state(run.config))().params
+            INITIALIZED[key] = jax.jit(lambda: init_state(run.config).params)()
     return INITIALIZED[key]
 
 

@@ -11,10 +11,7 @@ MODELS = {
     "diff": ("diff", HEADS | {"tie_embeddings": "false"}),
     "diff_bounded": ("diff", {"lambda_bound": "sigmoid", "head_norm": "scalar", "head_dim": 6}),
     "diff_tanh": ("diff", {"lambda_bound": "tanh", "head_norm": "none", "head_norm_eps": 1e-3}),
-    "diff_fixed": (
-        "diff",
-        {"lambda_learned": "false", "lambda_init": 1.0, "post_scale": 0.2, "head_norm": "sigmoid"},
-    ),
+    "diff_fixed": ("diff", {"lambda_learned": "false", "lambda_init": 1.0, "post_scale": 0.2, "head_norm": "sigmoid"}),
     # Like the models that `--differential=split` makes from Qwen 2 and Llama 3.
     "diff_biased": ("diff", HEADS | {"attention_bias": "true"}),
     "diff_llama3": ("diff", {"num_heads": 2, **LLAMA3}),

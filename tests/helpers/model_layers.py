@@ -53,10 +53,11 @@ def batch_on(mesh, config, rows=8, seed=0):
     return Batch(tokens_BT=put(tokens), targets_BT=put(targets), loss_mask_BT=put(mask))
 
 
-class LayerOutput(NamedTuple):
-    """Outputs of a layer, and the gradient of each token's output sum in the first row."""
+class Gradients(NamedTuple):
+    """Gradients of Σ weights ∘ output, and of each token's output sum in the first row."""
 
-    out_BTD: np.ndarray
+    by_state: Any
+    by_x_BTD: np.ndarray
     jacobian_TTD: np.ndarray
 
 
@@ -65,8 +66,8 @@ class Layer(NamedTuple):
 
     model: ModelConfig
     module: SelfAttention
-    call: Callable[..., LayerOutput]
-    gradient: Callable[..., tuple[Any, np.ndarray]]
+    call: Callable[..., np.ndarray]
+    gradient: Callable[..., Gradients]
 
 
 @functools.cache
@@ -89,25 +90,25 @@ def layer_of(name, **overrides):
         constants = constants.of_layer(model, 0)  # Callers use layers with the first window.
         return nnx.merge(graphdef, state)(x_BTD, angles, constants, ids_BT)[0]
 
-    @jax.jit
-    def run(state, x_BTD, layer, ids_BT):
-        """Return outputs `[B, T, D]`, and the gradient of each token's output sum in the first row, `[T, T, D]`."""
-        out_BTD, pullback = jax.vjp(lambda x_BTD: update(state, x_BTD, layer, ids_BT), x_BTD)
-        of_token_TBTD = np.zeros((TOKENS, *x_BTD.shape), np.float32)
-        of_token_TBTD[:, 0] = np.eye(TOKENS)[:, :, None]
-        return out_BTD, jax.lax.map(lambda g_BTD: pullback(g_BTD)[0][0], jnp.asarray(of_token_TBTD))
+    forward = jax.jit(update)
 
     def call(x_BTD, layer=0, ids_BT=None, module=module):
+        """Return outputs `[B, T, D]`."""
         ids_BT = np.zeros((2, TOKENS), np.int32) if ids_BT is None else ids_BT
-        return LayerOutput(*map(np.asarray, run(nnx.state(module), np.float32(x_BTD), np.int32(layer), ids_BT)))
+        return np.asarray(forward(nnx.state(module), np.float32(x_BTD), np.int32(layer), ids_BT))
+
+    @jax.jit
+    def gradients(state, x_BTD, weights_BTD, layer):
+        """Compile the backward pass once for all weighted sums of the outputs."""
+        out_BTD, pullback = jax.vjp(lambda state, x_BTD: update(state, x_BTD, layer, None), state, x_BTD)
+        of_token_TBTD = np.zeros((TOKENS, *x_BTD.shape), np.float32)
+        of_token_TBTD[:, 0] = np.eye(TOKENS)[:, :, None]
+        all_NBTD, spec = jnp.concatenate([weights_BTD[None], of_token_TBTD]), jax.typeof(out_BTD).sharding.spec
+        by_state_N, by_x_NBTD = jax.lax.map(lambda g_BTD: pullback(jax.sharding.reshard(g_BTD, spec)), all_NBTD)
+        return jax.tree.map(lambda x_N: x_N[0], by_state_N), by_x_NBTD[0], by_x_NBTD[1:, 0]
 
     def gradient(x_BTD, weights_BTD, layer):
-        """Return the gradient of Σ weights ∘ output with respect to the parameters and to the input."""
-
-        def objective(state, x_BTD):
-            return jnp.sum(weights_BTD * update(state, x_BTD, layer, None))
-
-        by_state, by_x_BTD = jax.jit(jax.grad(objective, argnums=(0, 1)))(nnx.state(module), x_BTD)
-        return nnx.to_pure_dict(by_state), by_x_BTD
+        by_state, *of_x = gradients(nnx.state(module), x_BTD, np.float32(weights_BTD), np.int32(layer))
+        return Gradients(nnx.to_pure_dict(by_state), *map(np.asarray, of_x))
 
     return Layer(model, module, call, gradient)

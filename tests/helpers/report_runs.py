@@ -94,10 +94,10 @@ def save_run(config, workdir, steps):
         dataclasses.replace(run, owner=owner).write_files()
     with jax.set_mesh(run.mesh):
         state = jax.jit(lambda: init_state(config))()
+        scaled = jax.jit(lambda params, factor: jax.tree.map(lambda x: factor * x, params))
         writer = Checkpointer(workdir, replace(config, "checkpoint", keep=9).checkpoint)
         for step in steps:
-            params = jax.tree.map(lambda x, step=step: x * (1 + step / 100), state.params)
-            saved = dataclasses.replace(state, step=jnp.int32(step), params=params)
+            saved = dataclasses.replace(state, step=jnp.int32(step), params=scaled(state.params, 1 + step / 100))
             writer.save(saved, {"examples": 0, "signature": run.data.signature}, config)
         writer.close()
     return run

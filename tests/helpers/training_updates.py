@@ -33,9 +33,14 @@ def updated(c, mesh, updates):
     with jax.set_mesh(mesh):
         optimizer, shapes = make_optimizer(c), shapes_of(c)
         first = params = on_mesh(random_tree(shapes, 0))
-        state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
+        state = jax.jit(optimizer.init)(params)
         grads = [random_tree(shapes, 1 + n) for n in range(updates)]
+
+        @jax.jit
+        def update(grad, state, params):
+            change, state = optimizer.update(grad, state, params)
+            return jax.tree.map(jnp.add, params, change), state
+
         for grad in grads:
-            change, state = update(on_mesh(grad), state, params)
-            params = jax.tree.map(jnp.add, params, change)
+            params, state = update(on_mesh(grad), state, params)
     return by_name(first), by_name(params), [by_name(grad) for grad in grads]

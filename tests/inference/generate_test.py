@@ -58,7 +58,7 @@ def test_one_row_or_key_of_a_model_with_a_pattern_of_windows(config, mesh_of, pr
 
 @pytest.mark.parametrize("sizes", marked([{}, TENSOR, {"fsdp": 4}], fast=[{}]))
 def test_rows_that_have_ended_are_replaced_by_waiting_requests(config, mesh_of, monkeypatch, sizes):
-    monkeypatch.setattr(cache, "UNIT", 16)  # The caches of old and of new rows differ in size.
+    monkeypatch.setattr(cache, "UNIT", 32)  # The caches of old and of new rows differ in size.
     lm = language_model(config, mesh_of(**sizes))
     limits, batches = [40, 2, 30, 5, 17, 1, 60], []
     many = [Request(prompt=[i + 1] * (3 * i + 1), new_tokens=limit, seed=i) for i, limit in enumerate(limits)]

@@ -76,10 +76,7 @@ def test_candidates_equal_the_oracle(sampling):
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        pytest.param(settings(0.9), marks=pytest.mark.long),
-        settings(1.2, top_k=4, top_p=0.85, repetition_penalty=1.7),
-    ],
+    [pytest.param(settings(0.9), marks=pytest.mark.long), settings(1.2, top_k=4, top_p=0.85, repetition_penalty=1.7)],
     ids=str,
 )
 def test_draws_have_the_oracles_frequencies(sampling):

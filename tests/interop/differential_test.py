@@ -9,14 +9,7 @@ import pytest
 from conftest import write_text
 from flax import nnx
 from helpers.inference_models import language_model
-from helpers.interop_folders import (
-    FIXTURES,
-    import_,
-    parameters,
-    refused,
-    run_of,
-    tensors_of,
-)
+from helpers.interop_folders import FIXTURES, import_, parameters, refused, run_of, tensors_of
 from helpers.model_layers import MUP
 from helpers.report_runs import save_run
 from model import oracle

@@ -133,20 +133,10 @@ def test_a_model_that_cannot_be_imported_ends_in_one_line(hub_server, convert, t
 
 
 PUSHES = {
-    "format": (
-        "me/bad",
-        {"--to": "diffllama"},
-        {},
-        "--push=me/bad requires --to=hf and a local --out",
-    ),
+    "format": ("me/bad", {"--to": "diffllama"}, {}, "--push=me/bad requires --to=hf and a local --out"),
     "forbidden": ("me/bad", {}, {"create": 403}, "this account may not do that with me/bad (HTTP 403); log in with"),
     "public": ("me/public", {}, {}, "--push=me/public: me/public is public; to publish the folder: hf upload me/pu"),
-    "commit": (
-        "me/bad",
-        {},
-        {"commit/": 500},
-        "(HTTP 500); the folder is complete, so upload only: hf upload me/bad",
-    ),
+    "commit": ("me/bad", {}, {"commit/": 500}, "(HTTP 500); the folder is complete, so upload only: hf upload me/bad"),
     "content": ("me/bad", {}, {"on_commit": broken}, "model.safetensors is not on the hub as it is in the folder; the"),
 }
 

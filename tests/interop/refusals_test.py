@@ -7,16 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from helpers.inference_models import language_model
-from helpers.interop_folders import (
-    FIXTURES,
-    edit_config,
-    export,
-    import_,
-    refused,
-    rewrite,
-    run_of,
-    tensors_of,
-)
+from helpers.interop_folders import FIXTURES, edit_config, export, import_, refused, rewrite, run_of, tensors_of
 
 from difftx.data.tokenizers import load_tokenizer
 from difftx.errors import UserError
@@ -89,10 +80,7 @@ def with_other_embeddings(out):
         (with_tensor(Q, None), rf"no tensor {Q}\. Did you mean 'model\.layers\.\d\.self_attn\.\S_proj\.weight'\?"),
         (with_tensor(BIAS, np.zeros(32, "f4")), rf"{BIAS} does not belong to the model that config\.json"),
         (with_fewer_tokens, "model.vocab_size=200 is less than the 257 tokens of data.tokenizer='bytes'"),
-        (
-            with_other_embeddings,
-            r"lm_head\.weight differs from model\.embed_tokens\.weight, though .* to false",
-        ),
+        (with_other_embeddings, r"lm_head\.weight differs from model\.embed_tokens\.weight, though .* to false"),
         (with_an_index_of_another_folder, r"index\.json: '\.\./secret\.safetensors' is not a file of this folder"),
     ],
 )
@@ -173,12 +161,7 @@ def test_output_that_exists_or_has_no_parent(tmp_path):
         ("transformer", "hf", {"window": 8, "qk_norm": True}, "window=8 {}: a DifftxForCausalLM would have None"),
         ("diff", "hf", {"attention_logit_bits": 8}, "attention_logit_bits=8 {}: a DifftxForCausalLM would have None"),
         ("diff_v2", "diffllama", {}, "architecture='diff_v2' {} with --to=diffllama; diff can"),
-        (
-            "gated",
-            "official",
-            {},
-            "architecture='gated' {} with --to=official; diff, transformer can, and --to=hf",
-        ),
+        ("gated", "official", {}, "architecture='gated' {} with --to=official; diff, transformer can, and --to=hf"),
     ],
 )
 def test_models_that_other_formats_do_not_have(config, architecture, format_, changes, refusal):

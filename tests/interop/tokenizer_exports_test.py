@@ -60,11 +60,7 @@ def test_transformers_and_an_import_read_an_export_alike(config, tmp_path, famil
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("bpe", {"normalization": "nmt_nfkc"}),
-        ("bpe", {"byte_fallback": False}),
-    ],
+    ("kind", "options"), [("bpe", {"normalization": "nmt_nfkc"}), ("bpe", {"byte_fallback": False})]
 )
 def test_models_that_no_class_of_transformers_reads_alike_are_not_exported(config, tmp_path, kind, options):
     model = sentencepiece_model(tmp_path / "own.model", kind, **options)

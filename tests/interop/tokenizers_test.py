@@ -85,11 +85,7 @@ def test_every_split_of_a_token_is_a_merge(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda raw: raw["model"].update(type="Unigram"),
-        lambda raw: raw["model"].pop("vocab"),
-    ],
+    "change", [lambda raw: raw["model"].update(type="Unigram"), lambda raw: raw["model"].pop("vocab")]
 )
 def test_different_tokenizer_is_not_recognised(tmp_path, change):
     pytest.importorskip("tokenizers", reason="needs the extra tokenizers")

@@ -119,14 +119,21 @@ def test_running_twice_gives_the_same_bits(backend):
         np.testing.assert_array_equal(a, b)
 
 
+LAMBDA_PER_TOKEN = inputs(lam="per token", segments=True, K=2)
+
+
+@functools.cache
+def output_of_whole_row(window):
+    return output_and_gradients("xla", *LAMBDA_PER_TOKEN, window)
+
+
 @pytest.mark.parametrize(("window", "elements", "split"), [(9, 33 * 40, 20), (None, 33 * 5, 20), (9, 40, 99)])
 def test_chunks_and_spans_do_not_change_the_result(monkeypatch, window, elements, split):
-    arguments = (*inputs(lam="per token", segments=True, K=2), window)
-    whole = output_and_gradients("xla", *arguments)
+    whole = output_of_whole_row(window)
     jax.clear_caches()
     monkeypatch.setattr(xla, "CHUNK_WEIGHTS", elements)
     monkeypatch.setattr(xla, "SPLIT_TOKENS", split)
-    for name, a, b in zip(NAMES, output_and_gradients("xla", *arguments), whole, strict=True):
+    for name, a, b in zip(NAMES, output_and_gradients("xla", *LAMBDA_PER_TOKEN, window), whole, strict=True):
         assert relative_error(a, b) < TOLERANCE["float32"], name
     jax.clear_caches()
 

@@ -123,11 +123,7 @@ def test_a_backend_that_ignores_the_window_is_found(backend):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "name"),
-    [
-        ("diff_attention", "pallas_tpu_1024"),
-        ("diff_attention", "splash_wide_1024"),
-        ("attention", "splash_1024"),
-    ],
+    [("diff_attention", "pallas_tpu_1024"), ("diff_attention", "splash_wide_1024"), ("attention", "splash_1024")],
 )
 def test_tiles_of_1024_tokens_are_right_and_measured_only_for_longer_rows(function, name):
     workload = Workload(function, 1, 1100, 2, 1, 16, "float32", has_segments=True)

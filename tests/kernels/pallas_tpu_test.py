@@ -164,11 +164,7 @@ def assert_close(name, got, want, tolerance):
     assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance}"
 
 
-@pytest.mark.parametrize(
-    ("case", "backward_kernels"),
-    [(case, 1) for case in CASES] + TWO_KERNEL_CASES,
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "backward_kernels"), [(case, 1) for case in CASES] + TWO_KERNEL_CASES, ids=str)
 def test_forward_and_gradients_equal_the_oracle(case, backward_kernels, monkeypatch):
     use_backward(monkeypatch, backward_kernels)
     inputs = make_inputs(case)

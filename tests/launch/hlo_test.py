@@ -41,15 +41,9 @@ def sent(text):
     [
         (gather, {"all-gather": 7 * 64}),
         (lambda x: x * jax.lax.psum(x, "x"), {"all-reduce": 2 * 64 * 7 / 8}),
-        (
-            lambda x: jnp.tile(jax.lax.psum_scatter(x, "x", tiled=True), 8),
-            {"reduce-scatter": 64 * 7 / 8},
-        ),
+        (lambda x: jnp.tile(jax.lax.psum_scatter(x, "x", tiled=True), 8), {"reduce-scatter": 64 * 7 / 8}),
         (lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True), {"all-to-all": 64 * 7 / 8}),
-        (
-            lambda x: jax.lax.ppermute(x, "x", [(i, (i + 1) % 8) for i in range(8)]),
-            {"collective-permute": 64},
-        ),
+        (lambda x: jax.lax.ppermute(x, "x", [(i, (i + 1) % 8) for i in range(8)]), {"collective-permute": 64}),
         (lambda x: 2 * x, {}),
     ],
 )
@@ -116,8 +110,7 @@ def module(*body, computations=""):
 
 
 @pytest.mark.parametrize(
-    "branches",
-    ["branch_computations={%gather, %reduce}", "true_computation=%reduce, false_computation=%gather"],
+    "branches", ["branch_computations={%gather, %reduce}", "true_computation=%reduce, false_computation=%gather"]
 )
 def test_the_branches_of_a_conditional_are_compared_by_what_they_send(branches):
     """An all-gather of 64 bytes sends 7 · 64 bytes, and an all-reduce of 128 bytes sends 2 · 128 · 7 / 8 bytes."""

@@ -22,7 +22,7 @@ CHIP = Chip(hbm_bytes=GIB, hbm_bandwidth=None, interconnect=None, network=None)
 
 
 def plan(*flags):
-    environment = os.environ | {"XLA_FLAGS": "", "COLUMNS": "200"}
+    environment = os.environ | {"COLUMNS": "200"}
     return commands().run(["difftx", "plan", "--config=configs/quickstart.py:diff", *flags], environment=environment)
 
 

@@ -31,13 +31,7 @@ def loss_of(c):
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}])
 def test_nothing_large_is_replicated(config, mesh_of, sizes):
-    c = config(
-        model__d_model=256,
-        model__mlp_dim=1024,
-        model__vocab_size=2048,
-        model__num_heads=8,
-        model__num_layers=4,
-    )
+    c = config(model__d_model=256, model__mlp_dim=1024, model__vocab_size=2048, model__num_heads=8, model__num_layers=4)
     with jax.set_mesh(mesh_of(**sizes)):
         state = jax.jit(lambda: init_state(c))()
     large = 0

@@ -19,12 +19,7 @@ def packed_rows(c):
     rng = np.random.default_rng(0)
     offsets = np.cumsum([0, *rng.integers(3, 15, 40)]).astype(np.uint64)
     store = TokenStore(rng.integers(0, 256, offsets[-1]).astype(np.uint16), offsets)
-    return PackedRows(
-        store,
-        sequence_length=c.data.sequence_length,
-        packing="best_fit",
-        document_mask=True,
-    )
+    return PackedRows(store, sequence_length=c.data.sequence_length, packing="best_fit", document_mask=True)
 
 
 BACKENDS = [("diff", "xla"), ("transformer", "xla"), ("diff", "pallas_tpu"), ("transformer", "splash")]

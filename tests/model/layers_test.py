@@ -38,7 +38,7 @@ def test_a_linear_layer_and_its_gradients_are_those_of_its_formula(subscripts, x
 
     monkeypatch.setattr(target, "platform", lambda: "gpu")  # Products of one token are special on GPUs.
     with jax.set_mesh(one_device()):
-        found = jax.grad(loss, (0, 1))(jnp.float32(x), jnp.float32(weight))
+        found = jax.jit(jax.grad(loss, (0, 1)))(jnp.float32(x), jnp.float32(weight))
         first = linear(subscripts, jnp.float32(x[:, :1]), nnx.Param(jnp.float32(weight)), P())
     np.testing.assert_allclose(first, out[:, :1], rtol=1e-5, atol=1e-5)
     for gradient, formula in zip(found, expected, strict=True):

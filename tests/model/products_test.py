@@ -32,10 +32,7 @@ SHAPES = [
 ]
 LARGEST = {ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344, np.int8: 127}
 # Dtypes of activations and weights, of the output's gradient, and whether the weight's gradient is in 8 bits.
-FORMATS = {
-    "fp8": (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, True),
-    "int8": (np.int8, np.int8, False),
-}
+FORMATS = {"fp8": (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, True), "int8": (np.int8, np.int8, False)}
 
 
 def rounded(x, axes, dtype):
@@ -87,9 +84,14 @@ def test_a_product_and_its_gradients_are_those_of_rounded_operands(matmul, subsc
     dw = np.einsum(of_weight, np.float64(x), np.float64(c))
     if rounds_weight_gradient:
         dw, _ = simulated(of_weight, x, c, (forward, gradient))
-    with jax.set_mesh(one_device()):
+
+    @jax.jit
+    def product(x, weight, c):
         found, vjp = jax.vjp(lambda x, w: linear(subscripts, x, nnx.Param(w, matmul=matmul), P()), x, weight)
-        gradients = vjp(jnp.asarray(c))
+        return found, *vjp(c)
+
+    with jax.set_mesh(one_device()):
+        found, *gradients = product(x, weight, c)
     for array, expected in zip((found, *gradients), (out, dx, dw), strict=True):
         np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
     assert (np.abs(found - exact) <= bound + 1e-5 * np.abs(exact).max()).all()
@@ -128,12 +130,17 @@ def test_weights_alone_are_rounded_and_gradients_pass(mesh_of, matmul, levels, i
     groups = weight.reshape(count // (size := math.gcd(count, 128) if levels == 7 else count), size, -1)
     scale = np.abs(groups).max(1, keepdims=True) / np.float32(levels)
     expected = (np.rint(groups / scale) * scale).reshape(shape)
+
+    @jax.jit
+    def rounded_and_gradient(weight):
+        found, vjp = jax.vjp(lambda w: rounded_weight(w, inputs, ROUNDED_WEIGHTS[matmul]), weight)
+        return found, *vjp(found)
+
     mesh = mesh_of(fsdp=4, tensor=2)
     with jax.set_mesh(mesh):
         spec = P("fsdp", *[None] * (len(shape) - 1))
         placed = jax.device_put(weight, jax.NamedSharding(mesh, spec))
-        found, vjp = jax.vjp(lambda w: rounded_weight(w, inputs, ROUNDED_WEIGHTS[matmul]), placed)
-        (gradient,) = vjp(found)
+        found, gradient = rounded_and_gradient(placed)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     np.testing.assert_array_equal(gradient, found)
     assert jax.typeof(found).sharding.spec == spec

@@ -25,7 +25,7 @@ def check(mesh, name, **field):
     with jax.set_mesh(mesh):
         heads = {} if name in oracle.SIZES else {"model__num_heads": 4}
         model, module, call, _ = layer_of(name, **heads, **{f"model__{key}": value for key, value in field.items()})
-        weights, out_BTD = oracle.weights_of(module), call(X_BTD).out_BTD
+        weights, out_BTD = oracle.weights_of(module), call(X_BTD)
         for x_TD, out_TD in zip(X_BTD, out_BTD, strict=True):
             expected_TD = oracle.layer(weights, model, x_TD, 0)
             assert np.median(np.abs(out_TD - expected_TD).max(-1)) < 1e-5 * np.abs(expected_TD).max()

@@ -59,7 +59,7 @@ def test_the_second_map_is_subtracted_added_or_replaced_by_the_mean(config_of, a
     options = {"lambda_bound": "sigmoid", "lambda_init": 0.3, "lambda_std": 0.5}
     layer = AttentionLayer(architecture, WIDTH, HEADS, rngs=nnx.Rngs(0), **options)
     x_BTD = np.asarray(jax.random.normal(jax.random.key(1), (1, TOKENS, WIDTH)))
-    actual = layer(x_BTD, positions=np.zeros((1, TOKENS), np.int32))[0]
+    actual = jax.jit(lambda layer, x_BTD: layer(x_BTD, positions=np.zeros((1, TOKENS), np.int32)))(layer, x_BTD)[0]
     wanted = expected(architecture, layer, x_BTD[0].astype(np.float64), 0.3)
     np.testing.assert_allclose(actual, wanted, atol=2e-5 * np.abs(wanted).max())
     assert (float(layer.attention.lam(np.float32(0.3))) < 0) == (architecture == "diff_add")

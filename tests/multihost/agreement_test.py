@@ -87,10 +87,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):
-    two = started(
-        multihost__barrier_timeout_seconds=60,
-        script=("-c", KILLED, "train.py"),
-    )
+    two = started(multihost__barrier_timeout_seconds=60, script=("-c", KILLED, "train.py"))
     assert two.wait(1)[0] == -9
     code, text = two.wait(0)
     assert code == 1

@@ -65,11 +65,7 @@ def test_the_clock_of_the_primary_process_decides_on_rolling_checkpoints(started
 def test_two_processes_rewind_and_stop_together(started):
     """An absurd learning rate makes steps bad after the first updates, and again after the rewind."""
     two = started(
-        train__steps=100_000,
-        devices=2,
-        optimizer__learning_rate=1e38,
-        guards__max_skipped=3,
-        guards__max_rewinds=1,
+        train__steps=100_000, devices=2, optimizer__learning_rate=1e38, guards__max_skipped=3, guards__max_rewinds=1
     )
     codes_and_texts = [two.wait(process) for process in (0, 1)]
     assert [code for code, _ in codes_and_texts] == [1, 1], codes_and_texts

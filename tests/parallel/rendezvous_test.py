@@ -56,10 +56,7 @@ def test_processes_meet_in_any_order_and_a_stranger_is_ignored():
     [
         # The second process 1 may be a new start of the first one.
         ([(2, 0), (3, 1), (2, 1)], [None, "it has --processes=3, but process 0 has 2", None]),
-        (
-            [(3, 0), (3, 1), (3, 1), (3, 2)],
-            [None, "another process has come with the same --process", None, None],
-        ),
+        ([(3, 0), (3, 1), (3, 1), (3, 2)], [None, "another process has come with the same --process", None, None]),
         ([(3, 0), (3, 2)], ["process 1 of 3 did not come in time"] * 2),
         ([(2, 1)], ["process 1: waited 1 s .* process 0 does not answer there"]),
         ([(2, 2)], ["indices from 0 to 1"]),

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # It imports scipy.stats at the first use, which takes a second.
 from helpers.report_runs import tiny, write_result, write_run
 
 from difftx.evals.attention.suite import NUMBERS
@@ -223,8 +223,4 @@ def test_the_largest_logit_of_all_heads_is_drawn_over_the_steps(tmp_path):
     section = training(arms, colours_of([arm.name for arm in arms]), "loss")
     # A logit of step 2 is not finite.
     (series,) = panels_of(section)["Largest attention logit"].chart["series"]
-    assert (series["name"], series["x"], series["y"]) == (
-        "diff",
-        [1, 3],
-        [4.0, 6.0],
-    )
+    assert (series["name"], series["x"], series["y"]) == ("diff", [1, 3], [4.0, 6.0])

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-import scipy.optimize
+import scipy
 from helpers.report_runs import write_run
 
 from difftx.analysis.scaling_law import PowerLaw

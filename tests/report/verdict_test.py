@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # It imports scipy.stats at the first use, which takes a second.
 from helpers.report_runs import tiny, write_result, write_run
 
 from difftx.report.runs import read_runs
@@ -44,10 +44,7 @@ def test_one_run_each_is_paired_over_the_text(tmp_path):
         "plain": (make(tmp_path / "plain", plain, architecture="transformer"), plain),
         "diff": (make(tmp_path / "diff", diff), diff),
     }
-    for (first, (baseline, before)), (second, (other, after)) in (
-        tuple(runs.items()),
-        tuple(runs.items())[::-1],
-    ):
+    for (first, (baseline, before)), (second, (other, after)) in (tuple(runs.items()), tuple(runs.items())[::-1]):
         found = judged([baseline, other])
         low, high = (float(f"{np.mean(losses):.4g}") for losses in (plain, diff))
         assert found.headline == (
@@ -248,10 +245,7 @@ def test_one_run_and_many(tmp_path):
         "gda and diff_v2: the 95 % interval is paired over 20 blocks of the same validation text. It shows what the "
         "choice of text changes; one run each cannot tell what another seed would do.",
     ]
-    assert found.differences == {
-        "gda": "−0.500 (−25.00%), −0.500 to −0.500",
-        "diff_v2": "+1 (+50.00%), +1 to +1",
-    }
+    assert found.differences == {"gda": "−0.500 (−25.00%), −0.500 to −0.500", "diff_v2": "+1 (+50.00%), +1 to +1"}
     near = make(tmp_path / "near", np.random.default_rng(0).normal(1.6, 0.4, BLOCKS), architecture="gated")
     old = write_run(tmp_path / "old", tiny("sink", train__steps=6), loss=lambda step: 9.0)
     found = judged([a, *others, near, old])

@@ -73,11 +73,7 @@ def config(path, cache, **changes):
 def loader_of(data_config, mesh):
     sources = load_sources(data_config, load_tokenizer("bytes"))
     return Loader(
-        sources,
-        batch_rows=ROWS,
-        prefetch_batches=1,
-        sharding=jax.NamedSharding(mesh, Layout().act_BT),
-        vocab_size=257,
+        sources, batch_rows=ROWS, prefetch_batches=1, sharding=jax.NamedSharding(mesh, Layout().act_BT), vocab_size=257
     )
 
 

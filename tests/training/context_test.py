@@ -59,10 +59,7 @@ def on_one_device(c, packed):
     return loss_and_gradients(c, make_mesh(c.mesh, jax.devices()[:1]), packed)
 
 
-LONG = {
-    ("diff", 2, "gather", False),
-    ("diff_v2", 4, "zigzag", True),
-}
+LONG = {("diff", 2, "gather", False), ("diff_v2", 4, "zigzag", True)}
 CASES = [
     pytest.param(
         *case,

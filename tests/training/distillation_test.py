@@ -38,7 +38,7 @@ def expected(x_BTD, table_VD, targets_BT, weight_BT, teacher, cap, z_loss, d):
             of_tokens = (1 - d.weight) * nll_BT + z_BT + d.weight * d.temperature**2 * kl_BT
             return jnp.sum(of_tokens * weight_BT), jnp.sum(kl_BT * weight_BT)
 
-        call = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+        call = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
         return jax.device_get(call(*as_float64((x_BTD, table_VD, weight_BT))))
 
 

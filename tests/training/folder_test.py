@@ -11,10 +11,7 @@ from difftx.training.checkpoint.checkpointer import Checkpoints
 from difftx.training.checkpoint.manifest import read_manifest, steps_in
 from difftx.training.run import read_run_manifest
 
-GONE = {
-    "deleted": lambda workdir, path: shutil.rmtree(workdir),
-    "moved": lambda workdir, path: workdir.rename(path),
-}
+GONE = {"deleted": lambda workdir, path: shutil.rmtree(workdir), "moved": lambda workdir, path: workdir.rename(path)}
 
 
 @pytest.mark.long

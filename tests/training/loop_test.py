@@ -13,6 +13,7 @@ def test_a_failed_evaluation_loses_no_steps(config, mesh_of, text_file, tmp_path
     c = config(
         data__path=text_file,
         train__steps=5,
+        optimizer__schedule="constant",  # So that the program is that of guards_test.py, and compiled once.
         checkpoint__every_steps=100,
         eval__every_steps=3,
         eval__suites="",

@@ -15,12 +15,7 @@ from difftx.training import loss
 from difftx.training.loss import token_scores, weighted_loss
 
 MESHES = [{}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "context": 2}]
-CASES = [
-    ({}, None, 0.0),
-    *((sizes, 3.0, 0.1) for sizes in MESHES),
-    ({}, 3.0, 0.0),
-    ({}, None, 0.1),
-]
+CASES = [({}, None, 0.0), *((sizes, 3.0, 0.1) for sizes in MESHES), ({}, 3.0, 0.0), ({}, None, 0.1)]
 FAST = [({}, None, 0.0), *((sizes, 3.0, 0.1) for sizes in MESHES[1:3])]
 B, T, D, V = 4, 6, 16, 24
 
@@ -50,7 +45,7 @@ def expected(x_BTD, table_VD, targets_BT, weight_BT, cap=None, z_loss=0.0):
             z = jnp.sum(z_loss * jnp.log(jnp.sum(jnp.exp(logits_BTV), axis=-1)) ** 2 * weight_BT)
             return jnp.sum(nll_BT * weight_BT) + z, (nll_BT, z)
 
-        call = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+        call = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
         (value, (nll_BT, z)), grads = call(x_BTD, table_VD, weight_BT)
         return np.asarray(nll_BT), float(value), float(z), [np.asarray(g) for g in grads]
 

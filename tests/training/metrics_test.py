@@ -42,15 +42,7 @@ def test_later_attempt_replaces_rows_after_its_checkpoint(tmp_path):
     writer = write_steps(tmp_path, 3, 7)
     rows = all_metrics(tmp_path)
     assert writer.attempt == 2
-    assert [(row["step"], row["attempt"]) for row in rows] == [
-        (1, 1),
-        (2, 1),
-        (3, 1),
-        (4, 2),
-        (5, 2),
-        (6, 2),
-        (7, 2),
-    ]
+    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2), (7, 2)]
 
 
 def test_evaluations_of_later_steps_are_removed(tmp_path):

@@ -118,10 +118,10 @@ def test_updates_equal_those_of_adamw_in_float64(config):
     params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "scale": jnp.ones(2)}
     expected = {name: np.asarray(p, np.float64) for name, p in params.items()}
     moments = {name: (0.0, 0.0) for name in params}
-    state = optimizer.init(params)
+    state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
     for n in range(3):
         grads = {name: jnp.asarray(rng.normal(size=p.shape), jnp.float32) for name, p in params.items()}
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = update(grads, state, params)
         params = {name: params[name] + updates[name] for name in params}
         norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in grads.values()))
         for name, grad in grads.items():
@@ -288,9 +288,13 @@ def test_moments_in_bfloat16_have_the_expected_values_of_float64(config, mesh_of
     with jax.set_mesh(mesh_of(**sharding)):
         optimizer, normal = make_optimizer(c, {"w": True}), np.random.default_rng(0).normal(size=(64, 256))
         grads = {"w": jnp.asarray(normal, jnp.float32, out_sharding=P("fsdp", "tensor"))}
-        state, update = jax.jit(optimizer.init)(grads), jax.jit(optimizer.update)
-        for _ in range(updates):
-            _, state = update(grads, state, grads)
+
+        @jax.jit
+        def updated_state(grads):
+            update = lambda _, state: optimizer.update(grads, state, grads)[1]  # noqa: E731
+            return jax.lax.fori_loop(0, updates, update, optimizer.init(grads))
+
+        state = updated_state(grads)
     g = np.float64(grads["w"])
     for name, expected in {"mu": (1 - b1**updates) * g, "nu": (1 - b2**updates) * g**2}.items():
         moment = optax.tree.get(state, name)["w"]

@@ -119,10 +119,7 @@ def test_activations_do_not_depend_on_width_and_depth(mesh_of, architecture):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [
-        ("diff", {"optimizer__name": "muon", "optimizer__learning_rate": 4e-3}),
-        ("diff_v2", {}),
-    ],
+    [("diff", {"optimizer__name": "muon", "optimizer__learning_rate": 4e-3}), ("diff_v2", {})],
 )
 def test_activations_with_other_optimizers_options_and_architectures(mesh_of, architecture, options):
     """Compare half of the largest size with the largest size.

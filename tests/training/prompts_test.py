@@ -47,7 +47,7 @@ def test_gradient_equals_that_of_the_responses_without_packing(config, mesh_of, 
     rows = PackedRows(store, sequence_length=32, packing=packing, document_mask=True)
     sharding = jax.NamedSharding(mesh, Layout().act_BT)
     with jax.set_mesh(mesh):
-        params = jax.jit(lambda: init_state(c))().params
+        params = jax.jit(lambda: init_state(c).params)()
         [batch] = ordered_batches(rows, batch_rows=len(rows), limit_tokens=10_000, sharding=sharding, vocab_size=300)
 
         def packed(params, batch):

@@ -123,7 +123,8 @@ def test_largest_logits_equal_dense_ones(monkeypatch, tokens, groups):
     k, ids_BT = k[:, :, :2], np.sort(rng.integers(0, 3, (2, tokens))).astype(np.int32)
     found = []
     for ids, window in ((None, None), (ids_BT, None), (None, 5), (ids_BT, 5)):
-        found.append(kernels.largest_logits(q - 2, k + 2, segment_ids_BT=ids, window=window))  # No logit exceeds 0.
+        largest = jax.jit(functools.partial(kernels.largest_logits, window=window))
+        found.append(largest(q - 2, k + 2, segment_ids_BT=ids))  # No logit exceeds 0.
         np.testing.assert_allclose(found[-1], dense(q - 2, k + 2, ids, window), rtol=1e-5)
     assert tokens == 1 or not any(np.array_equal(found[0], other) for other in found[1:])  # The masks matter.
 
@@ -144,32 +145,43 @@ def test_a_mesh_does_not_change_logits_or_clips(config, mesh_of, method):
             jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state.params, expected_state.params)
 
 
-def steps(c, mesh, count):
-    """Return the states and metrics of steps with the same batch. No parameter, such as a bias, is 0 at the start."""
+def steps(c, mesh, count, skipped=()):
+    """Return the states and metrics of steps with the same batch. No parameter, such as a bias, is 0 at the start.
+
+    The updates of the steps in `skipped`, which count from 0, are skipped, because no token counts.
+    """
 
     def start():
         state = init_state(c)
         return dataclasses.replace(state, params=jax.tree.map(lambda x: jnp.where(x == 0, 0.1, x), state.params))
 
+    def with_limit(limit, state, batch):
+        """Take a step. The limit is an argument, so that one program, which is compiled once, serves all limits."""
+        return make_train_step(c.but(optimizer={"qk_clip": limit}))(state, batch)
+
     with jax.set_mesh(mesh):
-        state, step = jax.jit(start)(), jax.jit(make_train_step(c))
+        state, step = jax.jit(start)(), jax.jit(with_limit)
         batch, found = batch_on(mesh, c, rows=c.batch_rows), []
-        for _ in range(count):
-            state, metrics = step(state, batch)
+        empty = dataclasses.replace(batch, loss_mask_BT=0 * batch.loss_mask_BT)
+        for number in range(count):
+            state, metrics = step(c.optimizer.qk_clip, state, empty if number in skipped else batch)
             found.append(jax.device_get((state, metrics)))
     return found
 
 
 @pytest.mark.parametrize("name", marked(SIZES, fast=("diff",)))
 def test_a_clip_brings_logits_to_the_limit_and_leaves_the_others(config, mesh_of, name):
-    """The updates are too small to change a number, so that only the clip does."""
+    """The updates are too small to change a number, so that only the clip does. A skipped update does not clip."""
     options = {"model__num_layers": 1, "model__attention_bias": "true", "optimizer__learning_rate": 1e-30}
     c = config(name, optimizer__qk_clip=1e9, **options, **SIZES[name])
     unclipped, _ = steps(c, mesh_of(), 2)
     before, largest_HG = unclipped[0].params["blocks"]["attention"], unclipped[1][LARGEST_LOGITS][0]
     limit = float(np.median(largest_HG))
     assert 0 < limit < largest_HG.max()
-    (clipped, metrics), (_, after) = steps(c.but(optimizer={"qk_clip": limit}), mesh_of(), 2)
+    clipping = c.but(optimizer={"qk_clip": limit})
+    (first, skipped), (clipped, metrics), (_, after) = steps(clipping, mesh_of(), 3, skipped=[0])
+    assert skipped["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, first.params, unclipped[0].params)
     assert metrics["clipped_heads"] == np.sum(largest_HG > limit)
     np.testing.assert_allclose(after[LARGEST_LOGITS][0], np.minimum(largest_HG, limit), rtol=1e-3)
     for weight, x in clipped.params["blocks"]["attention"].items():
@@ -200,16 +212,6 @@ def test_neither_watching_nor_a_limit_that_is_not_reached_changes_a_bit(config, 
         assert with_logits[LARGEST_LOGITS].any() == (state.step == 2)  # It is computed only for the rows that have it.
         assert LARGEST_LOGITS not in metrics
         assert with_clip["clipped_heads"] == 0
-
-
-def test_skipped_updates_do_not_clip(config, mesh_of):
-    c = config("diff", optimizer__qk_clip=1e-3)
-    with jax.set_mesh(mesh_of()):
-        state, step = jax.jit(lambda: init_state(c))(), jax.jit(make_train_step(c))
-        batch = batch_on(mesh_of(), c)
-        after, metrics = step(state, dataclasses.replace(batch, loss_mask_BT=0 * batch.loss_mask_BT))
-    assert metrics["skipped"]
-    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
 REFUSED = {

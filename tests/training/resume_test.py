@@ -40,12 +40,7 @@ def command(text_file, workdir, **changes):
     }
     overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
     flags = [f"--config.{name}={value}" for name, value in overrides.items()]
-    return [
-        "train.py",
-        "--config=configs/quickstart.py",
-        f"--workdir={workdir}",
-        *flags,
-    ]
+    return ["train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *flags]
 
 
 def train(text_file, workdir, *flags, devices=1, **changes):

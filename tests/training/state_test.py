@@ -38,12 +38,14 @@ def test_seed_as_an_argument_gives_the_same_parameters(config, mesh_of):
 
 
 def run_steps(c, mesh, count=2):
+    """Return the state at the start and after each step, and the metrics of the last step."""
     with jax.set_mesh(mesh):
-        state = jax.jit(lambda: init_state(c))()
+        states = [jax.jit(lambda: init_state(c))()]
         step = jax.jit(make_train_step(c))
         for seed in range(count):
-            state, metrics = step(state, ragged_batch(mesh, c, seed))
-    return jax.device_get(state), jax.device_get(metrics)
+            state, metrics = step(states[-1], ragged_batch(mesh, c, seed))
+            states.append(state)
+    return jax.device_get(states), jax.device_get(metrics)
 
 
 @pytest.mark.long
@@ -51,7 +53,7 @@ def test_accumulation_changes_nothing(config, mesh_of):
     options, mesh = {"train__global_batch_tokens": 16 * 32, "optimizer__eps": 1e-4}, mesh_of(data=2, fsdp=2, tensor=2)
     one, metrics_one = run_steps(config(train__accumulation=1, **options), mesh)
     four, metrics_four = run_steps(config(train__accumulation=4, **options), mesh)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
+    for a, b in zip(jax.tree.leaves(one[-1]), jax.tree.leaves(four[-1]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     for name in metrics_one:
         np.testing.assert_allclose(metrics_one[name], metrics_four[name], rtol=1e-5)
@@ -124,11 +126,7 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("architecture", "options"),
-    [
-        ("transformer", {}),
-        ("diff", {"model__window": 5, "model__window_pattern": "LG"}),
-    ],
+    ("architecture", "options"), [("transformer", {}), ("diff", {"model__window": 5, "model__window_pattern": "LG"})]
 )
 def test_compiled_step_does_not_grow_with_depth(config, mesh_of, architecture, options):
     """The step scans over layers or groups of layers, so programs of 24 and of 2 layers differ only in their sizes."""

@@ -44,10 +44,8 @@ def count(tree):
 )
 def test_frozen_leaves_keep_their_bits_and_have_no_moments(config, mesh_of, options, trains):
     c = config(**options)
-    with jax.set_mesh(mesh_of(**MESH)):
-        before = flatten(jax.device_get(jax.jit(lambda: init_trained(c))()))
-    state, _ = run_steps(c, mesh_of(**MESH))
-    after = flatten(state.params)
+    start, *_, state = run_steps(c, mesh_of(**MESH))[0]
+    before, after = flatten(start.params), flatten(state.params)
     assert {name for name in after if not np.array_equal(before[name], after[name])} == set(filter(trains, after))
     expected = sum(x.size for name, x in after.items() if trains(name))
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
@@ -116,7 +114,7 @@ def test_adapters_equal_merged_weights_and_new_ones_change_nothing(config, mesh_
 
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         without = {name: part for name, part in new.items() if name != LORA}
-        first = jax.jit(lambda: init_state(base))().params
+        first = jax.jit(lambda: init_state(base).params)()
         jax.tree.map(np.testing.assert_array_equal, without, first)
         jax.tree.map(np.testing.assert_array_equal, loss(new), loss(without))
         adapted, sums = loss(drawn), merged(drawn, c.train)

@@ -1,5 +1,6 @@
 """Runs that resume after corrupt, truncated or unfinished checkpoints, and after failed saves."""
 
+import functools
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import replace
+from conftest import replace, write_text
 from helpers.model_layers import MUP
 from helpers.training_checkpoints import LOADER, edit_manifest, flip_a_bit, largest_file, names, state_at
 
@@ -176,18 +177,19 @@ def test_a_failed_save_is_reported_and_tried_again(config, tmp_path, capsys, ful
 # ── Starting state of a run ──
 
 
-@pytest.fixture
-def start(config, mesh_of, text_file, tmp_path):
-    """Return a function that starts a run in a workdir, and saves a checkpoint if `save`.
+@pytest.fixture(scope="module")
+def begin(config, mesh_of, tmp_path_factory):
+    """Return a function that starts a run in a workdir of a folder, and saves a checkpoint if `save`.
 
     The function returns the state, the step from which the run starts, and the number of consumed examples.
     """
+    text_file = write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
-    def begin(name, architecture="diff", save=False, allow=False, **changes):
+    def begin(folder, name, save=False, allow=False, **changes):
         base = {"data__path": text_file, "data__tokenizer": "bytes"}
-        c = override(config(architecture, **base), {k.replace("__", "."): str(v) for k, v in changes.items()})
+        c = override(config(**base), {k.replace("__", "."): str(v) for k, v in changes.items()})
         encoding = load_tokenizer(c.data.tokenizer)
-        run = Run(c, tmp_path / name, mesh_of(), encoding, load_sources(c.data, encoding))
+        run = Run(c, folder / name, mesh_of(), encoding, load_sources(c.data, encoding))
         checkpointer = Checkpointer(run.workdir, c.checkpoint)
         with jax.set_mesh(run.mesh):
             state = restore(run, checkpointer, allow_config_change=allow)
@@ -201,6 +203,26 @@ def start(config, mesh_of, text_file, tmp_path):
         return state.train, *begun[1:]
 
     return begin
+
+
+@pytest.fixture
+def start(begin, tmp_path):
+    """Return `begin` for the folder of the test."""
+    return functools.partial(begin, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved_run(begin, tmp_path_factory):
+    """Return the folder of a run with the checkpoint of step 1."""
+    folder = tmp_path_factory.mktemp("saved")
+    begin(folder, "a", save=True)
+    return folder / "a"
+
+
+@pytest.fixture
+def run_a(saved_run, tmp_path):
+    """Return the test's own copy of the run, which is the workdir "a" of `start`."""
+    return shutil.copytree(saved_run, tmp_path / "a")
 
 
 @pytest.mark.long
@@ -253,8 +275,7 @@ def test_parameters_of_another_model_are_named(start, tmp_path, capsys, monkeypa
     ]
 
 
-def test_other_packages_and_source_files_than_those_of_the_checkpoint_are_printed(start, tmp_path, capsys):
-    start("a", save=True)
+def test_other_packages_and_source_files_than_those_of_the_checkpoint_are_printed(start, run_a, tmp_path, capsys):
     folder = tmp_path / "a" / "checkpoints" / "1"
     today = json.loads((folder / MANIFEST).read_text())
     source, packages = today["source_sha256"], today["packages"]
@@ -271,8 +292,7 @@ def test_other_packages_and_source_files_than_those_of_the_checkpoint_are_printe
         assert [line for line in capsys.readouterr().out.splitlines() if since in line] == printed
 
 
-def test_another_origin_than_that_of_the_checkpoint_is_not_safe(start, tmp_path, capsys):
-    start("a", save=True)
+def test_another_origin_than_that_of_the_checkpoint_is_not_safe(start, run_a, tmp_path, capsys):
     message = f"checkpoint.init_from: None → {tmp_path}, without effect on this run, which started from new parameters"
     with pytest.raises(UserError, match=f"{message}; restore what changed"):
         start("a", checkpoint__init_from=tmp_path)
@@ -296,8 +316,7 @@ def test_another_origin_than_that_of_the_checkpoint_is_not_safe(start, tmp_path,
         ({"checkpoint__init_from": "damaged"}, "init_from=.*damaged: the checkpoint does not verify: .* is missing"),
     ],
 )
-def test_incompatible_weights_are_rejected(start, tmp_path, changes, message):
-    start("a", save=True)
+def test_incompatible_weights_are_rejected(start, run_a, tmp_path, changes, message):
     if changes.get("checkpoint__init_from") == "damaged":
         shutil.copytree(tmp_path / "a" / "checkpoints" / "1", tmp_path / "damaged")
         largest_file(tmp_path / "damaged").unlink()
@@ -313,15 +332,13 @@ def test_incompatible_weights_are_rejected(start, tmp_path, changes, message):
 
 
 @pytest.mark.long
-def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
-    start("a", save=True)
+def test_weights_of_another_tokenizer_are_refused(start, run_a, tmp_path):
     edit_manifest(tmp_path / "a" / "checkpoints" / "1", lambda m: m["loader"]["signature"].update(tokenizer="another"))
     with pytest.raises(UserError, match="was trained with another tokenizer than data"):
         start("b", checkpoint__init_from=tmp_path / "a")
 
 
-def test_another_setting_of_the_suites_is_printed_with_its_effect_on_the_best_checkpoint(start, capsys):
-    start("a", save=True)
+def test_another_setting_of_the_suites_is_printed_with_its_effect_on_the_best_checkpoint(start, run_a, capsys):
     for keep_best in ({}, {"checkpoint__keep_best": "loss/loss", "eval__every_steps": 1}):
         capsys.readouterr()
         start("a", eval__loss_tokens=64, **keep_best)
@@ -332,8 +349,7 @@ def test_another_setting_of_the_suites_is_printed_with_its_effect_on_the_best_ch
         assert line.endswith(f" → 64 ({end})")
 
 
-def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, tmp_path, capsys, monkeypatch):
-    start("a", save=True)
+def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, run_a, tmp_path, capsys, monkeypatch):
     assert start("a")[1] == 1
     assert "validation" not in capsys.readouterr().out
     monkeypatch.setattr(Sources, "valid_fingerprints", {"valid": "0" * 64})
@@ -352,8 +368,7 @@ def test_another_validation_set_than_that_of_the_checkpoint_is_printed(start, tm
 
 
 @pytest.mark.long
-def test_safe_changes_pass_and_unsafe_ones_need_the_flag(start, tmp_path, text_file, capsys):
-    start("a", save=True)
+def test_safe_changes_pass_and_unsafe_ones_need_the_flag(start, run_a, tmp_path, text_file, capsys):
     moved = tmp_path / "moved.txt"
     shutil.copy(text_file, moved)
     safe = {

@@ -77,8 +77,8 @@ def test_a_restart_may_take_longer_than_a_step(config, mesh_of, text_file, tmp_p
         c = config(
             data__path=text_file,
             train__steps=steps,
-            optimizer__warmup_steps=0,
-            checkpoint__every_steps=2,
+            optimizer__schedule="constant",  # So that the program is that of guards_test.py, and compiled once.
+            checkpoint__every_steps=3,
             eval__every_steps=100,
             eval__suites="",
             logging__trackers="",
@@ -90,14 +90,14 @@ def test_a_restart_may_take_longer_than_a_step(config, mesh_of, text_file, tmp_p
     def evaluate(*_):
         return {}
 
-    assert loop.train(run(2), evaluate) == 0
+    assert loop.train(run(3), evaluate) == 0
     assert clock.slept == 0
     monkeypatch.setattr(manifest, "THREADS", 1)
     monkeypatch.setattr(manifest, "open_file", lambda path: SlowFile(path.open("rb"), clock))
     monkeypatch.setattr(resume, "restore_state", clock.delayed(0.5, resume.restore_state))
     monkeypatch.setattr(loop.Training, "_compile", clock.delayed(0.8, loop.Training._compile))
     monkeypatch.setattr(loop.Training, "_take_step", clock.delayed(0.8, loop.Training._take_step))
-    assert loop.train(run(4), evaluate) == 0
+    assert loop.train(run(5), evaluate) == 0
     assert clock.slept > 5
     assert aborts == []
 
