@@ -39,7 +39,7 @@ def inputs(B=2, T=33, H=4, K=4, d=8, dtype="float32", lam=0.4, segments=False, s
 
 
 def output_and_gradients(backend, q, k, v, lam, ids, window):
-    weights = np.random.default_rng(9).normal(size=(*v.shape[:2], q.shape[2], v.shape[3])).astype(np.float32)
+    weights = jax.random.normal(jax.random.key(9), (*v.shape[:2], q.shape[2], v.shape[3]))
 
     def loss(q, k, v, lam):
         out = kernels.diff_attention(q, k, v, lam, segment_ids_BT=ids, window=window, implementation=backend)
