@@ -54,16 +54,17 @@ def with_weights(layer, state):
 
 def random_layer(name):
     """Return a layer with random weights, which keep the shardings of the layer."""
-    rng = np.random.default_rng(0)
-    layer = small_layer(name)
-    return jax.tree.map(lambda weight: 0 * weight + rng.normal(scale=0.4, size=weight.shape).astype(np.float32), layer)
+    rng, layer = np.random.default_rng(0), small_layer(name)
+    drawn = jax.tree.map(lambda weight: rng.normal(scale=0.4, size=weight.shape).astype(np.float32), layer)
+    return jax.jit(functools.partial(jax.tree.map, lambda weight, number: 0 * weight + number))(layer, drawn)
 
 
 def small_layer(name):
     """Return a layer of the tiny sizes of `oracle.SIZES`, whose heads two devices can share."""
     sizes = {field.rpartition("__")[2]: value for field, value in oracle.SIZES.get(name, {}).items()}
     sizes = {field: value == "true" if value in ("true", "false") else value for field, value in sizes.items()}
-    return AttentionLayer(name, 32, sizes.pop("num_heads", 2), rngs=nnx.Rngs(0), **sizes)
+    create = functools.partial(AttentionLayer, name, 32, sizes.pop("num_heads", 2), **sizes)
+    return jax.jit(lambda: create(rngs=nnx.Rngs(0)))()
 
 
 def assert_close(actual, expected):

@@ -122,14 +122,14 @@ def test_the_module_has_no_mesh_and_its_hook_patches_layers(run):
     other = jnp.array([run.tokenizer.encode_prompt(TEXT.replace("7", "8"))])
 
     @jax.jit
-    def patched(at):
-        return run.model(other, hook=lambda x, layer: (jnp.where(layer == at, residuals[layer - 1], x), layer))
+    def patched(model, tokens, residuals, at):
+        return model(tokens, hook=lambda x, layer: (jnp.where(layer == at, residuals[layer - 1], x), layer))
 
-    second, seen = patched(2)
+    second, seen = patched(run.model, other, residuals, 2)
     np.testing.assert_array_equal(seen["hook"], [1, 2])
     np.testing.assert_allclose(second, logits, atol=1e-6)
     of_other = call(run.model, other)[0]
-    assert (patched(3)[0] == of_other).all()
+    assert (patched(run.model, other, residuals, 3)[0] == of_other).all()
     assert not np.allclose(of_other, logits)
 
 

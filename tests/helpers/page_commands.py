@@ -165,13 +165,18 @@ def check_difftx(words: list[str], folder: Path) -> None:
     check_fields(rest, flags, lists, folder)
 
 
+@functools.cache  # Many lines have the same config.
+def check_config(spec: str, *overrides: tuple[str, str]) -> None:
+    load_config(spec, dict(overrides))
+
+
 def check_fields(words: list[str], flags: dict[str, str], lists: dict[str, list[str]], folder: Path) -> None:
     """Check the recipe of a command, the fields that it sets, and the grid and the job files of a sweep."""
     spec = flags.get("--config", "quickstart")
     spec = str(ROOT / spec) if spec.startswith("configs/") else spec
     overrides = Parser(None, None, "config").overrides([w for w in words if re.match(r"--(config|eval|mesh)\.", w)])
     if not lists["--grid"]:
-        load_config(spec, overrides)
+        check_config(spec, *overrides.items())
         return
     points = make_points(spec, parse_grid(lists["--grid"]), overrides)
     assert points

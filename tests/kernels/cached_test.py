@@ -31,7 +31,7 @@ def test_cached_attention_equals_the_oracle(name, K, new, per_token, window, dty
     rng = np.random.default_rng(0)
 
     def draw(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
+        return rng.normal(size=shape).astype(jnp.dtype(dtype))
 
     q, k, v = draw(B, S, H, G, d), draw(B, S, K, G, d), draw(B, S, K, 2 * d)
     number = np.float32(rng.normal(size=(B, S, H)) if per_token else 0.4) if takes_number else None

@@ -64,7 +64,7 @@ def test_numpy_arrays_and_vmap(call, dtype):
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 3e-2)])
 def test_names_and_scale_are_those_of_jax(scale, dtype, atol):
-    q, k, v = (jnp.asarray(x, dtype) for x in ARRAYS)
+    q, k, v = (x.astype(dtype) for x in ARRAYS)
     groups = [{"query": q[..., g, :], "key": k[..., g, :]} for g in (0, 1)]
     halves = [[{**group, "value": half} for half in (v[..., :8], v[..., 8:])] for group in groups]
     call = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=scale))

@@ -119,7 +119,8 @@ def test_running_twice_gives_the_same_bits(backend):
         np.testing.assert_array_equal(a, b)
 
 
-LAMBDA_PER_TOKEN = inputs(lam="per token", segments=True, K=2)
+# With this seed, a segment contains the first query of the second span and all keys of its window.
+LAMBDA_PER_TOKEN = inputs(lam="per token", segments=True, K=2, seed=5)
 
 
 @functools.cache

@@ -103,7 +103,7 @@ def test_largest_logits_are_those_of_the_queries_and_keys_of_every_backend(confi
     monkeypatch.setitem(backends, name, dataclasses.replace(backends[name], forward=recorded, **changes))
     sizes = {"model__head_dim": 32, "model__window": 9, **GROUPED}
     model = config("diff", model__attention_implementation=name, **sizes).model
-    module = ARCHITECTURES["diff"](model, Layout.inferred(), rngs=nnx.Rngs(0))
+    module = jax.jit(lambda: ARCHITECTURES["diff"](model, Layout.inferred(), rngs=nnx.Rngs(0)))()
     rng = np.random.default_rng(0)
     x_BTD = jnp.asarray(rng.normal(size=(2, 40, 32)), jnp.float32)
     ids_BT = jnp.asarray(np.sort(rng.integers(0, 3, (2, 40))), jnp.int32)
