@@ -1,4 +1,4 @@
-"""Tables of docs/results.md that show an answer at once: all differences from the Transformer, and question 2.
+"""Tables of docs/results.md that show an answer at once: differences of two arms in many settings, and question 2.
 
 This module has no command: `python studies/results.py render` calls the functions in `PLACEHOLDERS`, and
 studies/results_figures.py draws question 2 with the labels of its table. Differences are in bits per byte.
@@ -29,13 +29,13 @@ from studies.post_hoc_tables import (
     worth_of_difference,
     worth_text_of,
 )
-from studies.size_tables import SMALLEST, size_verdict
+from studies.size_tables import SECOND_MAP, SMALLEST, size_verdict
 from studies.study_records import REFERENCE, TEST_LOSS, VALIDATION_LOSS, Estimate, Record, estimate, markdown, signed
 
 NOT_PLANNED = "not planned"  # In the place of a verdict, if no plan has a test of this contrast.
 
 
-# ── All differences from the Transformer ──
+# ── Differences of two arms in many settings ──
 
 
 class Setting(NamedTuple):
@@ -65,6 +65,8 @@ FEWEST_TOKENS, *OTHER_LENGTHS = LENGTH_SETTINGS
 AGAIN = Setting("novels", "again", SEEDS_AGAIN, has_worth=True)
 FIRST = Setting("novels", "norm-or-gain", REPORTED_SEEDS, has_worth=True)
 CONVERTED = Setting("novels, converted", "differential", TASKS["novels"].reported_seeds)
+WIDE = Setting("novels, heads of width 32", "main", REPORTED_SEEDS, task="novels-wide")
+SOURCE_CODE = Setting("source code", "main", REPORTED_SEEDS, number=VALIDATION_LOSS)
 # Arm → settings in the order of the rows.
 DIFFERENCES: Mapping[str, Sequence[Setting]] = {
     "diff": (
@@ -72,8 +74,8 @@ DIFFERENCES: Mapping[str, Sequence[Setting]] = {
         AGAIN,
         FIRST,
         *OTHER_LENGTHS,
-        Setting("novels, heads of width 32", "main", REPORTED_SEEDS, task="novels-wide"),
-        Setting("source code", "main", REPORTED_SEEDS, number=VALIDATION_LOSS),
+        WIDE,
+        SOURCE_CODE,
         Setting("novels, warm-up of 1 %", "warmup", REPORTED_SEEDS, f", {SHORT_WARMUP}"),
         Setting("novels, Muon", "warmup", REPORTED_SEEDS, f", {MUON}"),
         Setting("novels, Muon, warm-up of 1 %", "warmup", REPORTED_SEEDS, f", {MUON}, {SHORT_WARMUP}"),
@@ -85,31 +87,80 @@ DIFFERENCES: Mapping[str, Sequence[Setting]] = {
     "dex": (CONVERTED,),
     "split": (CONVERTED,),
 }
+SMALLEST_LENGTHS = [setting for setting in LENGTH_SETTINGS if setting.task == SMALLEST]
+# The same for the table without converted models, other optimizers and warm-ups, larger models and second seed sets.
+MAIN_DIFFERENCES: Mapping[str, Sequence[Setting]] = {
+    "diff": (SMALLEST_LENGTHS[0], AGAIN, *SMALLEST_LENGTHS[1:], WIDE, SOURCE_CODE),
+    "diff-gain": (AGAIN,),
+    "diff_v2": SMALLEST_LENGTHS,
+    "gdla": SMALLEST_LENGTHS,
+}
+# Settings that have runs of both arms of `SECOND_MAP`.
+SECOND_MAP_SETTINGS = (
+    FEWEST_TOKENS,
+    AGAIN,
+    FIRST,
+    *OTHER_LENGTHS,
+    WIDE,
+    SOURCE_CODE,
+    Setting("novels, Muon", "muon-subtraction", REPORTED_SEEDS, f", {MUON}"),
+    Setting("novels, Muon, warm-up of 1 %", "muon-subtraction", REPORTED_SEEDS, f", {MUON}, {SHORT_WARMUP}"),
+)
+SETTING_COLUMNS = ("text and recipe", "parameters", "tokens per parameter", "seeds", "difference in bits per byte")
 
 
 def differences_table(records: Sequence[Record]) -> str:
     """Return a table of all differences of a differential arm from the Transformer, with a row for each setting."""
-    rows = [_difference(records, arm, setting) for arm, settings in DIFFERENCES.items() for setting in settings]
-    header = ["model", "text and recipe", "parameters", "tokens per parameter", "seeds"]
-    return markdown([*header, "difference in bits per byte", "worth in tokens", "verdict"], rows)
+    return _differences_table(records, DIFFERENCES)
 
 
-def _difference(records: Sequence[Record], arm: str, setting: Setting) -> list[str]:
-    """Return the row of an arm in a setting."""
+def main_differences_table(records: Sequence[Record]) -> str:
+    """Return the rows of `differences_table` on the smallest models with the default recipe, one per setting."""
+    return _differences_table(records, MAIN_DIFFERENCES)
+
+
+def _differences_table(records: Sequence[Record], settings_of_arms: Mapping[str, Sequence[Setting]]) -> str:
+    rows = []
+    for arm, settings in settings_of_arms.items():
+        for setting in settings:
+            difference = _difference(records, (arm, REFERENCE), setting)
+            worth = _worth(records, setting, arm, difference)
+            rows.append([f"`{arm}`", *difference.cells, worth, difference.verdict])
+    return markdown(["model", *SETTING_COLUMNS, "worth in tokens", "verdict"], rows)
+
+
+def second_map_table(records: Sequence[Record]) -> str:
+    """Return a table of what a learned λ adds to λ = 0, with a row for each setting."""
+    differences = (_difference(records, SECOND_MAP, setting) for setting in SECOND_MAP_SETTINGS)
+    rows = [[*difference.cells, difference.verdict] for difference in differences]
+    return markdown([*SETTING_COLUMNS, "verdict"], rows)
+
+
+class Difference(NamedTuple):
+    """The difference of two arms in a setting."""
+
+    cells: Sequence[str]  # Cells of a row, one for each of `SETTING_COLUMNS`.
+    value: Estimate
+    reference: Record  # A run of the arm with sign minus.
+    verdict: str
+
+
+def _difference(records: Sequence[Record], arms: tuple[str, str], setting: Setting) -> Difference:
+    """Return the difference of two arms, of which the second one has sign minus."""
     own = setting.records(records)
-    contrast = versus(arm + setting.changes, REFERENCE + setting.changes, "")
+    arm, reference_arm = arms
+    contrast = versus(arm + setting.changes, reference_arm + setting.changes, "")
     run, reference = (next(r for r in own if cell_of(r) == cell) for cell in contrast.pair)
     values = contrast_values(own, contrast, setting.number)
-    return [
-        f"`{arm}`",
+    cells = [
         setting.recipe,
         f"{float(f'{run["parameters"]:.2g}'):,.0f}",
         str(_tokens_per_parameter(reference)),
         str(len(values)),
         signed(estimate(values)),
-        _worth(records, setting, arm, reference, estimate(values)),
-        _verdict(records, setting, arm, contrast, _tokens_per_parameter(reference)),
     ]
+    verdict = _verdict(records, setting, arms, contrast, _tokens_per_parameter(reference))
+    return Difference(cells, estimate(values), reference, verdict)
 
 
 def _of_lengths(records: Sequence[Record]) -> list[Record]:
@@ -121,22 +172,24 @@ def _tokens_per_parameter(record: Record) -> int:
     return round(record["tokens"] / record["parameters"])
 
 
-def _worth(records: Sequence[Record], setting: Setting, arm: str, reference: Record, difference: Estimate) -> str:
+def _worth(records: Sequence[Record], setting: Setting, arm: str, difference: Difference) -> str:
     """Return the worth of an arm's tokens with its interval, if the Transformer's loss curve has this recipe."""
     if not setting.has_worth:
         return "–"
-    lengths = _of_lengths(records)
+    lengths, reference = _of_lengths(records), difference.reference
     if setting.family is None:
         i = [*LENGTHS[setting.task]].index(_tokens_per_parameter(reference))
         return worth_text_of(*worth_interval(log_worth_estimates(lengths, setting.task, arm)[i]))
     curve = curve_through(mean_losses(lengths, SMALLEST)[REFERENCE])
-    return worth_text_of(*worth_of_difference(curve, reference["tokens"] / 1e6, difference))
+    return worth_text_of(*worth_of_difference(curve, reference["tokens"] / 1e6, difference.value))
 
 
-def _verdict(records: Sequence[Record], setting: Setting, arm: str, contrast: Contrast, tokens: int) -> str:
+def _verdict(
+    records: Sequence[Record], setting: Setting, arms: tuple[str, str], contrast: Contrast, tokens: int
+) -> str:
     """Return the verdict of the planned test of a contrast, if there is one."""
     if setting.family is None:
-        return size_verdict(_of_lengths(records), setting.task, arm, REFERENCE, str(tokens)) or NOT_PLANNED
+        return size_verdict(_of_lengths(records), setting.task, *arms, str(tokens)) or NOT_PLANNED
     return planned_verdict(setting.records(records), setting.family, contrast, setting.number)
 
 
@@ -204,4 +257,9 @@ def warmup_table(records: Sequence[Record]) -> str:
     return markdown(["what is compared", *header], rows)
 
 
-PLACEHOLDERS = {"differences": differences_table, "warmup_table": warmup_table}
+PLACEHOLDERS = {
+    "differences": differences_table,
+    "main_differences": main_differences_table,
+    "second_map": second_map_table,
+    "warmup_table": warmup_table,
+}

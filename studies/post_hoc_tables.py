@@ -50,6 +50,14 @@ from studies.study_records import REFERENCE, TEST_LOSS, VALIDATION_LOSS, Estimat
 
 WORTH_ARMS = tuple(arm for arm in ARCHITECTURES if arm != REFERENCE)
 SEED_SETS = (REPORTED_SEEDS, SEEDS_AGAIN, SIZE_SEEDS)
+# Pair of arms of question 1 that no plan compares → what the first one has.
+UNPLANNED_EFFECTS = {
+    "diff-gain/transformer": "the whole architecture, without the norm",
+    "zero-norm/transformer": "one map in each of 4 heads, with the norm; 11 % of the parameters without effect",
+    "zero-gain/transformer": "one map in each of 4 heads, with a gain; 11 % of the parameters without effect",
+    "transformer-wide-norm/transformer": "one map in each of 4 heads, with the norm; all parameters in use",
+    "diff/transformer-wide-norm": "the second map, against 4 heads with all parameters in use",
+}
 
 
 # ── Worth in tokens ──
@@ -176,8 +184,11 @@ def worth_table(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def worth_family_table(records: Sequence[Record], family: str) -> str:
-    """Return a table of a family's contrasts on novels, each with the worth of its difference in the place of p."""
+def worth_family_table(records: Sequence[Record], family: str, *pairs: str) -> str:
+    """Return a table of a family's contrasts on novels, each with the worth of its difference in the place of p.
+
+    Each of `pairs` adds a row without a planned test: two arms, such as "diff-gain/transformer".
+    """
     curve = curve_through(mean_losses(records, SMALLEST)[REFERENCE])
     rows = []
     for contrast, (value, p) in family_results(records, family).items():
@@ -185,6 +196,12 @@ def worth_family_table(records: Sequence[Record], family: str) -> str:
         worth = worth_text_of(*worth_of_difference(curve, tokens, value))
         found = marked(verdict(value.mean, p, contrast), p)
         rows.append([contrast.title, contrast.effect, signed(value), worth, found])
+    for pair in pairs:
+        contrast = versus(*pair.split("/"), UNPLANNED_EFFECTS[pair])
+        value = estimate(contrast_values(records, contrast, TEST_LOSS))
+        tokens = next(r["tokens"] for r in records if cell_of(r) == contrast.plus[0]) / 1e6
+        worth = worth_text_of(*worth_of_difference(curve, tokens, value))
+        rows.append([contrast.title, contrast.effect, signed(value), worth, "not planned"])
     header = ["first − second model", "what the first one has", "difference in bits per byte", "worth in tokens"]
     return markdown([*header, "verdict"], rows)
 
@@ -263,6 +280,12 @@ def parameters_buy_text(records: Sequence[Record], factor: str) -> str:
     share = np.log(float(factor)) / np.log(second / first)
     gains = [share * (curve.loss(tokens) - loss) for tokens, loss in large.items()]
     return " to ".join(dict.fromkeys(f"{gain:.3f}" for gain in (min(gains), max(gains))))
+
+
+def parameters_buy_at_text(records: Sequence[Record]) -> str:
+    """Return the lengths of `parameters_buy_text`, in tokens per parameter of the smallest models."""
+    small = next(r["parameters"] for r in records if (r["task"], r["arm"]) == (SMALLEST, REFERENCE))
+    return " and ".join(f"{1e6 * tokens / small:.0f}" for tokens in mean_losses(records, WIDER)[REFERENCE])
 
 
 # ── Many settings ──
@@ -366,6 +389,7 @@ PLACEHOLDERS = {
     "advantage": advantage_text,
     "advantage_slope": advantage_slope_text,
     "parameters_buy": parameters_buy_text,
+    "parameters_buy_at": parameters_buy_at_text,
     "contrast_p": contrast_p_text,
     "settings": settings_text,
     "settings_below": settings_below_text,

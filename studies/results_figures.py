@@ -47,12 +47,12 @@ from studies.study_records import (
 
 MAIN_COLOURS = {"diff": COLOURS[0], REFERENCE: COLOURS[1]}  # Colours of the two arms that every study compares.
 ARM_COLOURS = MAIN_COLOURS | {"diff_v2": COLOURS[2]}
-# Arm → its colour and its label in the figure of README.md.
+# Arm → its colour and its label in the figure of README.md, which uses the names of docs/results.md.
 WORTH_LINES = {
-    "gdla": (COLOURS[2], "GDLA"),
+    "gdla": (COLOURS[2], "gdla"),
     "gated": (COLOURS[4], "gated"),
     "diff": (COLOURS[0], "diff (the paper's)"),
-    "zero-norm": (COLOURS[3], "diff with λ = 0"),
+    "zero-norm": (COLOURS[3], "zero-norm (λ = 0)"),
 }
 WORTH_LIMITS = (0.76, 1.6)
 LABEL_GAP = 0.062  # Smallest distance between labels of lines, as a share of the axis.
@@ -152,7 +152,7 @@ def draw_worth(records: Sequence[Record], path: Path) -> None:
     panels = figure.subplots(1, len(LENGTHS), sharey=True, width_ratios=[len(of) for of in LENGTHS.values()])
     for axes, (task, lengths) in zip(panels, LENGTHS.items(), strict=True):
         axes.axhline(1, color=COLOURS[-1], linewidth=1.5)
-        ends = {1.0: (COLOURS[-1], "Transformer")}
+        ends = {1.0: (COLOURS[-1], REFERENCE)}
         for index, (arm, (colour, label)) in enumerate(WORTH_LINES.items()):
             intervals = [worth_interval(of) for of in log_worth_estimates(records, task, arm)]
             worths, lows, highs = (np.array(of) for of in zip(*intervals, strict=True))
@@ -161,7 +161,8 @@ def draw_worth(records: Sequence[Record], path: Path) -> None:
             axes.errorbar(x, worths, yerr=[worths - lows, highs - worths], fmt="o-", capsize=3, color=colour)
             ends[worths[-1]] = (colour, label)
         parameters = max(r["parameters"] for r in records if r["task"] == task and r["arm"] == REFERENCE)
-        labels = {"title": f"{parameters / 1e6:.2f}M parameters", "x_label": "tokens per parameter", "y_label": ""}
+        title = f"{float(f'{parameters:.2g}'):,.0f} parameters"
+        labels = {"title": title, "x_label": "tokens per parameter", "y_label": ""}
         label_axes(axes, labels | {"log_x": True, "log_y": True})
         axes.set_xticks([*lengths], [str(tokens) for tokens in lengths])
         axes.set_xlim(0.8 * min(lengths), 1.25 * max(lengths))

@@ -64,7 +64,7 @@ def verdicts(study, family, number):
             of(COLLECTED[study], family) for of in (size_tables.sizes_family_table, size_tables.sizes_later_table)
         )
         return {(title, at): verdict for table in tables for title, at, *_, verdict in rows_of(table)}
-    records = results.joined(COLLECTED, "question-1-novels+question-2") if study == "question-2" else COLLECTED[study]
+    records = results.joined(COLLECTED, "question-1-novels+question-2" if study == "question-2" else study)
     return {title: verdict for title, *_, verdict in rows_of(controls_tables.family_table(records, family, number))}
 
 
@@ -83,6 +83,39 @@ def test_all_differences_from_the_transformer_are_those_of_their_studies():
         key = " − ".join(f"`{cell}`" for cell in cells)
         if study == "question-4":
             key = (f"`{arm}` − `transformer`", f"{place[2]} tokens per parameter")
+        assert verdict == verdicts(study, family, number).get(key, "not planned")
+
+
+def test_the_main_differences_are_rows_of_all_differences_with_one_row_per_setting():
+    records = results.joined(COLLECTED, NOVELS)
+    of_page, of_appendix = map(
+        rows_of, (of(records) for of in (answer_tables.main_differences_table, answer_tables.differences_table))
+    )
+    assert [row for row in of_appendix if row in of_page] == of_page
+    assert len({(arm, *place[:-1]) for arm, *place, _, _, _ in of_page}) == len(of_page) == 6 + 1 + 3 + 3
+    assert {size for _, _, size, *_ in of_page} == {"150,000", "210,000"}
+
+
+def test_the_differences_of_the_second_map_are_those_of_their_studies():
+    muon = {place: of for place, of in PLACES.items() if "Muon" in place[0]}
+    places = {place: of for place, of in PLACES.items() if place[0] in ("novels", "source code") or "32" in place[0]}
+    records = results.joined(COLLECTED, f"{NOVELS}+question-2-zero")
+    table = rows_of(answer_tables.second_map_table(records))
+    assert {tuple(place) for *place, _, _ in table} == {*places, *muon}
+    assert len(table) == 11
+    for *place, difference, verdict in table:
+        study, family, changes, number = PLACES[tuple(place)]
+        if "Muon" in place[0]:
+            study, family = "question-2+question-2-zero", "muon-subtraction"
+        own, other = (
+            [x for name in study.split("+") for x in losses(name, arm, number, **changes)]
+            for arm in ("diff", "zero-norm")
+        )
+        assert [*map(float, difference.split(" ± "))] == pytest.approx(interval_text(np.subtract(own, other)), abs=6e-4)
+        cells = [", ".join([name, *(f"{n}={v}" for n, v in changes.items())]) for name in ("diff", "zero-norm")]
+        key = " − ".join(f"`{cell}`" for cell in cells)
+        if study == "question-4":
+            key = ("`diff` − `zero-norm`", f"{place[2]} tokens per parameter")
         assert verdict == verdicts(study, family, number).get(key, "not planned")
 
 
