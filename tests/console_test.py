@@ -73,7 +73,7 @@ def test_characters_that_the_encoding_lacks_are_replaced(encoding, tmp_path):
 def test_training_without_a_console_saves_at_sighup_and_resumes(text_file, tmp_path):
     """First, standard output is a full disk. Then it is a pipe without a reader, of an encoding without "→"."""
     workdir = tmp_path / "run"
-    fields = TINY | {"data.path": text_file, "train.steps": "30", "logging.every_steps": "1"}
+    fields = TINY | {"data.path": text_file, "train.steps": "200", "logging.every_steps": "1"}
     flags = ["--config=quickstart:diff", f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
     command, environment = [sys.executable, *TRAIN_SLOWLY, *flags], child_environment(1)
     with (
@@ -92,8 +92,8 @@ def test_training_without_a_console_saves_at_sighup_and_resumes(text_file, tmp_p
         command, cwd=ROOT, env=environment | {"PYTHONIOENCODING": "ascii"}, stdout=writer, stderr=subprocess.PIPE
     )
     assert (done.returncode, done.stderr) == (0, b"standard output: Broken pipe; continuing without it\n")
-    assert newest_step(workdir / "metrics.jsonl") == 30
-    assert 5 <= int(saved.name) < 30
+    assert newest_step(workdir / "metrics.jsonl") == 200
+    assert 5 <= int(saved.name) < 200
 
 
 PRINT_HUGE_PAGES = """

@@ -181,7 +181,9 @@ def test_a_clip_brings_logits_to_the_limit_and_leaves_the_others(config, mesh_of
     clipping = c.but(optimizer={"qk_clip": limit})
     (first, skipped), (clipped, metrics), (_, after) = steps(clipping, mesh_of(), 3, skipped=[0])
     assert skipped["skipped"]
-    jax.tree.map(np.testing.assert_array_equal, first.params, unclipped[0].params)
+    for weight, x in first.params["blocks"]["attention"].items():
+        if weight.startswith(("query", "key")):  # The progress of zero_branch and dex advances in unskipped steps only.
+            np.testing.assert_array_equal(x, before[weight])
     assert metrics["clipped_heads"] == np.sum(largest_HG > limit)
     np.testing.assert_allclose(after[LARGEST_LOGITS][0], np.minimum(largest_HG, limit), rtol=1e-3)
     for weight, x in clipped.params["blocks"]["attention"].items():
