@@ -121,6 +121,9 @@ FAMILIES: Mapping[str, Sequence[Contrast]] = {
         versus(arm, "transformer", f"what {arm} adds to a trained Transformer")
         for arm in ("zero-branch", "dex", "split")
     ),
+    "distillation": tuple(
+        versus(f"{arm}, teacher=start", arm, f"a teacher for {arm}") for arm in ("zero-branch", "dex", "split")
+    ),
     "review": tuple(
         versus(arm, reference, f"{added} in place of {replaced}")
         for reference, replaced in (("transformer", "softmax"), ("diff", "differential attention"))

@@ -104,6 +104,7 @@ SIDES: Mapping[str, Callable[[str], bool]] = {
 PATH_FIELDS = ("data.path", "eval.bigrams_path", "checkpoint.init_from")
 # Prefixes of fields that do not define an arm. The changes of a record leave them out.
 FIELDS_OUTSIDE_ARM = ("train.seed", "data.", "eval.", "checkpoint.")
+TEACHER = "train.teacher"  # In all studies, the teacher is the Transformer of the same seed from which a model starts.
 # Suites whose numbers at the last step are collected, if the run has results of them.
 SUITES = ("loss", "test", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
 SIGNIFICANT_DIGITS = 6  # Number of digits that docs/results.json keeps of each number.
@@ -145,7 +146,11 @@ def _record(sweep: Mapping[str, Any], point: Mapping[str, Any], run: RunRecord) 
         "task": task,
         "arm": arm,
         "seed": config.train.seed,
-        "changes": {name: value for name, value in fields.items() if not name.startswith(FIELDS_OUTSIDE_ARM)},
+        "changes": {
+            name: "start" if name == TEACHER else value
+            for name, value in fields.items()
+            if not name.startswith(FIELDS_OUTSIDE_ARM)
+        },
         "sweep": " ".join([*sweep_command, *_flags(sweep["overrides"])]),
         "command": " ".join(["python train.py", f"--config={spec}", *_flags(fields)]),
         "learning_rate": config.optimizer.learning_rate,
@@ -223,7 +228,8 @@ def _solved_at(results: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
 
 def _flags(fields: Mapping[str, str]) -> list[str]:
     """Return the flags that change fields in a printed command, without the paths of one machine."""
-    return [f"--config.{n}={value}" for n, value in fields.items() if n not in PATH_FIELDS or "/" not in value]
+    shown = {n: value for n, value in fields.items() if n not in (*PATH_FIELDS, TEACHER) or "/" not in value}
+    return [f"--config.{n}={value}" for n, value in shown.items()]
 
 
 def hardware(devices: Mapping[str, Any]) -> str:
