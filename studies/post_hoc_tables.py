@@ -197,7 +197,8 @@ def worth_family_table(records: Sequence[Record], family: str, *pairs: str) -> s
         found = marked(verdict(value.mean, p, contrast), p)
         rows.append([contrast.title, contrast.effect, signed(value), worth, found])
     for pair in pairs:
-        contrast = versus(*pair.split("/"), UNPLANNED_EFFECTS[pair])
+        arm, reference = pair.split("/")
+        contrast = versus(arm, reference, UNPLANNED_EFFECTS[pair])
         value = estimate(contrast_values(records, contrast, TEST_LOSS))
         tokens = next(r["tokens"] for r in records if cell_of(r) == contrast.plus[0]) / 1e6
         worth = worth_text_of(*worth_of_difference(curve, tokens, value))
